@@ -1,0 +1,24 @@
+"""What the commands have in common: flags anywhere on the line, quiet libraries, one message for a mistake."""
+
+import logging as stdlib_logging
+import sys
+from collections.abc import Callable
+
+from absl import app, flags, logging
+
+
+def run(main: Callable[[list[str]], int | None]) -> None:
+    """Parses the flags and runs `main` on the rest; exits with its code, or with 2 where a flag is mistaken."""
+    logging.set_verbosity(logging.WARNING)
+    # Of a damaged checkpoint's many arrays, Orbax reports one and leaves the rest to be printed as never retrieved.
+    stdlib_logging.getLogger("asyncio").setLevel(stdlib_logging.CRITICAL)
+    app.run(main, flags_parser=_parse)
+
+
+def _parse(args: list[str]) -> list[str]:
+    flags.FLAGS.set_gnu_getopt(True)
+    try:
+        return flags.FLAGS(args)
+    except flags.Error as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)

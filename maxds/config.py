@@ -1,0 +1,425 @@
+"""Every knob of a run: its type, its default, its meaning, and the checks between knobs.
+
+Model keys carry the names of the official Hugging Face `config.json` files, so that they can be
+pasted. A check lives in the smallest section that sees both sides of it; `loader.load` reports all
+of them together, with the file and the line.
+"""
+
+import dataclasses
+import math
+from typing import Literal, TypeVar, dataclass_transform
+
+T = TypeVar("T")
+
+
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def section(cls: type[T]) -> type[T]:
+    """A frozen dataclass; type checkers see its keys."""
+    return dataclasses.dataclass(frozen=True, kw_only=True)(cls)
+
+
+def _require(*checks: tuple[bool, str]) -> None:
+    """Raises one ValueError that lists the message of every check that does not hold."""
+    if failed := [message for holds, message in checks if not holds]:
+        raise ValueError("\n".join(failed))
+
+
+@section
+class RopeScaling:
+    """YaRN (arXiv 2309.00071), in Hugging Face's terms."""
+
+    type: Literal["yarn"] = "yarn"
+    factor: float
+    original_max_position_embeddings: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    mscale: float = 1.0
+    mscale_all_dim: float = 0.0
+
+    def __post_init__(self):
+        _require((self.factor >= 1, f"factor={self.factor} must be at least 1"))
+
+
+@section
+class Model:
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int  # of the leading dense layers
+    moe_intermediate_size: int  # of one expert
+    num_hidden_layers: int
+    first_k_dense_replace: int  # leading layers with a dense MLP instead of experts
+    num_attention_heads: int
+    q_lora_rank: int | None  # null: queries are projected directly (V2-Lite)
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    scoring_func: Literal["softmax", "sigmoid"]
+    # greedy: plain top-k; group_limited_greedy: V2, groups ranked by their best expert;
+    # noaux_tc: V3, bias-corrected selection, groups ranked by the sum of their best two experts
+    topk_method: Literal["greedy", "group_limited_greedy", "noaux_tc"]
+    n_group: int = 1
+    topk_group: int = 1
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    num_nextn_predict_layers: int = 0  # MTP modules
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    max_position_embeddings: int
+    initializer_range: float = 0.02
+    tie_word_embeddings: bool = False
+
+    def __post_init__(self):
+        counts = (
+            "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads "
+            "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts num_experts_per_tok "
+            "n_group topk_group max_position_embeddings"
+        ).split()
+        _require(*((getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive") for k in counts))
+        experts, groups, k = self.n_routed_experts, self.n_group, self.num_experts_per_tok
+        _require(
+            (self.n_shared_experts >= 0, f"n_shared_experts={self.n_shared_experts} must not be negative"),
+            (
+                self.num_nextn_predict_layers >= 0,
+                f"num_nextn_predict_layers={self.num_nextn_predict_layers} must not be negative",
+            ),
+            (
+                self.q_lora_rank is None or self.q_lora_rank > 0,
+                f"q_lora_rank={self.q_lora_rank} must be positive, or null for none",
+            ),
+            (
+                0 <= self.first_k_dense_replace < self.num_hidden_layers,
+                f"first_k_dense_replace={self.first_k_dense_replace} must leave at least one of "
+                f"num_hidden_layers={self.num_hidden_layers} to the experts",
+            ),
+            (self.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim={self.qk_rope_head_dim} must be even"),
+            (experts % groups == 0, f"n_routed_experts={experts} is not divisible by n_group={groups}"),
+            (self.topk_group <= groups, f"topk_group={self.topk_group} exceeds n_group={groups}"),
+            (
+                self.topk_method != "greedy" or groups == 1,
+                f"n_group={groups} has no effect with topk_method=greedy; set n_group=1, or another topk_method",
+            ),
+            (
+                k <= experts // groups * self.topk_group,
+                f"num_experts_per_tok={k} exceeds the {experts // groups * self.topk_group} experts in "
+                f"topk_group={self.topk_group} of n_group={groups} groups",
+            ),
+            (
+                self.topk_method != "noaux_tc" or groups == 1 or experts // groups >= 2,
+                f"topk_method=noaux_tc ranks groups by their best two experts, but n_routed_experts={experts} "
+                f"in n_group={groups} groups leaves one each",
+            ),
+        )
+
+    @property
+    def num_moe_layers(self) -> int:
+        return self.num_hidden_layers - self.first_k_dense_replace
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def has_router_bias(self) -> bool:
+        return self.topk_method == "noaux_tc"
+
+
+@section
+class Mesh:
+    """Device mesh. Sizes are numbers of devices; one axis may be -1: whatever is left."""
+
+    data: int = 1  # replicas; across slices this axis runs over DCN
+    fsdp: int = -1  # weights, gradients and optimizer state are split over it
+    expert: int = 1  # routed experts are split over it
+    cpu_devices: int | None = None  # train on this many virtual CPU devices
+
+    def __post_init__(self):
+        sizes = {"data": self.data, "fsdp": self.fsdp, "expert": self.expert}
+        _require(
+            *((n > 0 or n == -1, f"{k}={n} must be positive, or -1 for what is left") for k, n in sizes.items()),
+            (list(sizes.values()).count(-1) <= 1, f"only one axis may be -1, not {sizes}"),
+            (
+                self.cpu_devices is None or self.cpu_devices > 0,
+                f"cpu_devices={self.cpu_devices} must be positive, or null",
+            ),
+        )
+
+
+# What a decoder layer can keep for its backward pass, in the order it is produced (schedule.keep, schedule.offload).
+KeptName = Literal[
+    "attention_input", "q_latent", "kv_latent", "query", "key", "value", "attention", "mlp_input", "mlp_up",
+    "dispatch_input", "shared_up", "dispatched", "expert_up",
+]  # fmt: skip
+
+
+@section
+class Schedule:
+    kind: Literal["plain", "batch_split"] = "batch_split"
+    # Routed rows a device makes room for, as a multiple of its even share. Never drops a token:
+    # what overflows is computed in further rounds.
+    capacity: float = 1.5
+    remat: Literal["none", "full", "named"] = "full"  # plain: recompute nothing, all, or all but `keep` and `offload`
+    keep: tuple[KeptName, ...] = ()  # plain with remat=named
+    offload: tuple[KeptName, ...] = ()  # kept in host memory instead of the device's
+
+    def __post_init__(self):
+        split_keeps = ("attention_input", "attention", "mlp_input", "mlp_up", "dispatch_input", "expert_up")
+        outside = [name for name in self.offload if name not in split_keeps]
+        _require(
+            (self.capacity > 0, f"capacity={self.capacity} must be positive"),
+            (
+                self.kind != "batch_split" or (self.remat, self.keep) == ("full", ()),
+                f"remat={self.remat} and keep={list(self.keep)} are choices of kind=plain; what batch_split keeps is "
+                f"fixed, and `offload` moves it",
+            ),
+            (
+                self.kind != "plain" or self.remat == "named" or not (self.keep or self.offload),
+                f"keep={list(self.keep)} and offload={list(self.offload)} need remat=named, not {self.remat}",
+            ),
+            (
+                self.kind != "batch_split" or not outside,
+                f"offload={outside} is not kept by batch_split; it keeps {', '.join(split_keeps)}",
+            ),
+            (
+                not set(self.keep) & set(self.offload),
+                f"{sorted(set(self.keep) & set(self.offload))} cannot be both in keep and in offload",
+            ),
+        )
+
+
+Dtype = Literal["float32", "bfloat16"]
+
+
+@section
+class Precision:
+    params: Dtype = "float32"
+    compute: Dtype = "bfloat16"  # of activations and gathered weights; router, norms and losses stay in float32
+    reduce: Dtype = "float32"  # of gradient reductions
+
+
+@section
+class Loss:
+    chunk_tokens: int = 2048  # logits live for this many tokens of a device at a time
+    z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2)
+    mtp: float = 0.0  # weight of the mean MTP loss (V3: 0.3, then 0.1)
+    balance: float = 0.0  # sequence-wise balance loss, V3 eq. 17-20 (alpha; V3: 1e-4)
+    router_bias_rate: float = 0.0  # aux-loss-free balancing (gamma; V3: 1e-3)
+
+    def __post_init__(self):
+        _require(
+            (self.chunk_tokens > 0, f"chunk_tokens={self.chunk_tokens} must be positive"),
+            *(
+                (getattr(self, k) >= 0, f"{k}={getattr(self, k)} must not be negative")
+                for k in ("z_loss", "mtp", "balance", "router_bias_rate")
+            ),
+        )
+
+
+@section
+class Optimizer:
+    kind: Literal["adamw", "muon"] = "adamw"
+    lr: float
+    lr_schedule: Literal["cosine", "wsd", "deepseek_v3"] = "cosine"
+    warmup_steps: int = 0
+    decay_fraction: float = 0.1  # wsd: the share of the steps spent decaying
+    min_lr_ratio: float = 0.1  # cosine, wsd: last learning rate / lr
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    muon_momentum: float = 0.95
+    weight_decay: float = 0.1
+    clip: float | None = 1.0  # global gradient norm
+    skip_spike: float | None = None  # skip a step whose gradient norm exceeds this multiple of its running mean
+    state_dtype: Dtype = "float32"
+    accumulate_steps: int = 1  # the global batch is processed in this many parts
+
+    def __post_init__(self):
+        _require(
+            (self.lr > 0, f"lr={self.lr} must be positive"),
+            (self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must not be negative"),
+            (0 < self.decay_fraction <= 1, f"decay_fraction={self.decay_fraction} must be in (0, 1]"),
+            (0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be in [0, 1]"),
+            *((0 <= getattr(self, k) < 1, f"{k}={getattr(self, k)} must be in [0, 1)") for k in ("b1", "b2")),
+            (0 <= self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be in [0, 1)"),
+            (self.eps > 0, f"eps={self.eps} must be positive"),
+            (self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative"),
+            (self.clip is None or self.clip > 0, f"clip={self.clip} must be positive, or null"),
+            (
+                self.skip_spike is None or self.skip_spike > 1,
+                f"skip_spike={self.skip_spike} must exceed 1, or be null",
+            ),
+            (self.accumulate_steps > 0, f"accumulate_steps={self.accumulate_steps} must be positive"),
+        )
+
+
+@section
+class Source:
+    """One component of the training data."""
+
+    kind: Literal["text", "tfds", "arrayrecord", "synthetic"]
+    # text, arrayrecord: files and folders, one document a file or a record; tfds: the folder of a prepared
+    # dataset, its version included; text also knows `stdlib`: the sources of the running Python's standard library
+    path: tuple[str, ...] = ()
+    pattern: str = "*"  # text, arrayrecord: which files of a folder, by their path within it; `*` matches `/` too
+    split: str = "train"  # tfds
+    feature: str = "text"  # tfds: the key of the text
+    documents: int = 4096  # synthetic: how many, of 288 tokens on average
+    weight: float = 1.0  # share of the rows
+
+    def __post_init__(self):
+        _require(
+            (self.weight > 0, f"weight={self.weight} must be positive"),
+            (self.documents > 0, f"documents={self.documents} must be positive"),
+            (
+                bool(self.path) or self.kind == "synthetic",
+                f"kind={self.kind} needs a path",
+            ),
+            (
+                self.kind != "tfds" or len(self.path) <= 1,
+                f"kind=tfds takes one path, not {list(self.path)}; make the others sources of their own",
+            ),
+        )
+
+
+@section
+class Data:
+    sources: tuple[Source, ...]
+    tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json or a SentencePiece .model
+    sequence_length: int
+    global_batch: int  # sequences in one optimizer step
+    eval_fraction: float = 0.0  # share of the documents held out
+    workers: int = 4  # reading threads of a process
+
+    def __post_init__(self):
+        _require(
+            (bool(self.sources), "sources is empty; name at least one"),
+            (self.sequence_length > 0, f"sequence_length={self.sequence_length} must be positive"),
+            (self.global_batch > 0, f"global_batch={self.global_batch} must be positive"),
+            (0 <= self.eval_fraction < 1, f"eval_fraction={self.eval_fraction} must be in [0, 1)"),
+            (self.workers > 0, f"workers={self.workers} must be positive"),
+        )
+
+
+@section
+class Eval:
+    every_steps: int | None = None  # null: never
+    batches: int = 8
+
+    def __post_init__(self):
+        _require(
+            (
+                self.every_steps is None or self.every_steps > 0,
+                f"every_steps={self.every_steps} must be positive, or null",
+            ),
+            (self.batches > 0, f"batches={self.batches} must be positive"),
+        )
+
+
+@section
+class Checkpoint:
+    every_steps: int | None = 1000  # null: only at the end and when preempted
+    every_minutes: float | None = None
+    keep_last: int = 2
+    keep_every: int | None = None  # steps; these are never deleted
+
+    def __post_init__(self):
+        _require(
+            *(
+                (getattr(self, k) is None or getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive, or null")
+                for k in ("every_steps", "every_minutes", "keep_every")
+            ),
+            (self.keep_last > 0, f"keep_last={self.keep_last} must be positive"),
+        )
+
+
+@section
+class Profile:
+    """A trace of some steps, written to RUN/profile."""
+
+    start: int
+    steps: int = 3
+
+    def __post_init__(self):
+        _require(
+            (self.start >= 1, f"start={self.start} must be at least 1"),
+            (self.steps > 0, f"steps={self.steps} must be positive"),
+        )
+
+
+@section
+class Sample:
+    """Text generated from the trained model at the end of the run, into RUN/sample.txt."""
+
+    prompt: str
+    tokens: int = 200
+    temperature: float = 0.8  # 0: always the most probable token
+    top_p: float = 0.95  # draws from the most probable tokens that together have this probability
+    seed: int = 0
+
+    def __post_init__(self):
+        _require(
+            (bool(self.prompt), "prompt is empty; a model continues text, so give it some"),
+            (self.tokens > 0, f"tokens={self.tokens} must be positive"),
+            (self.temperature >= 0, f"temperature={self.temperature} must not be negative"),
+            (0 < self.top_p <= 1, f"top_p={self.top_p} must be in (0, 1]"),
+        )
+
+
+@section
+class Config:
+    run_dir: str  # a folder, or gs://…: checkpoints, metrics, config.yaml
+    steps: int
+    seed: int = 0
+    model: Model
+    data: Data
+    optimizer: Optimizer
+    loss: Loss
+    mesh: Mesh
+    schedule: Schedule
+    precision: Precision
+    eval: Eval
+    checkpoint: Checkpoint
+    profile: Profile | None = None
+    sample: Sample | None = None
+    log_every_steps: int = 1
+    compile_cache: str | None = "~/.cache/maxds"  # compiled programs, reused by later runs
+
+    def __post_init__(self):
+        model, data, loss, mesh = self.model, self.data, self.loss, self.mesh
+        parts = self.optimizer.accumulate_steps
+        _require(
+            (self.steps > 0, f"steps={self.steps} must be positive"),
+            (self.log_every_steps > 0, f"log_every_steps={self.log_every_steps} must be positive"),
+            (
+                data.sequence_length <= model.max_position_embeddings,
+                f"data.sequence_length={data.sequence_length} exceeds "
+                f"model.max_position_embeddings={model.max_position_embeddings}",
+            ),
+            (
+                data.global_batch % parts == 0,
+                f"data.global_batch={data.global_batch} is not divisible by optimizer.accumulate_steps={parts}",
+            ),
+            (
+                (loss.mtp > 0) == (model.num_nextn_predict_layers > 0),
+                f"loss.mtp={loss.mtp} with model.num_nextn_predict_layers={model.num_nextn_predict_layers}: "
+                f"set both, or neither",
+            ),
+            (
+                loss.router_bias_rate == 0 or model.has_router_bias,
+                f"loss.router_bias_rate={loss.router_bias_rate} needs model.topk_method=noaux_tc, "
+                f"not {model.topk_method}",
+            ),
+            (
+                mesh.expert < 1 or model.n_routed_experts % mesh.expert == 0,
+                f"model.n_routed_experts={model.n_routed_experts} is not divisible by mesh.expert={mesh.expert}; "
+                f"try mesh.expert={math.gcd(model.n_routed_experts, max(mesh.expert, 1))}",
+            ),
+            (
+                self.eval.every_steps is None or data.eval_fraction > 0,
+                f"eval.every_steps={self.eval.every_steps} needs data.eval_fraction above 0",
+            ),
+        )

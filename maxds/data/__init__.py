@@ -1,0 +1,156 @@
+"""Training data: sources -> tokens -> packed rows -> batches that depend on the seed and the step only.
+
+Each source's rows are shuffled and repeated, anew in every epoch, and the sources' rows are mixed by
+weight into one endless stream. The batch of step n is rows [n G, (n + 1) G) of that stream, however
+many processes and threads read it and wherever they start. So the data has no state to save: a run
+resumes at its step, and `Data.fingerprint` tells whether the data is still the same.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import grain
+import numpy as np
+
+from maxds import config as config_lib
+from maxds.data.error import DataError
+from maxds.data.packing import PackedRows
+from maxds.data.sources import Documents, open_documents, stable_hash
+from maxds.data.tokenizer import Tokenizer, load_tokenizer
+
+__all__ = ["Batch", "Data", "DataError", "Tokenizer", "load_tokenizer", "open_data"]
+
+Batch = dict[str, np.ndarray]
+
+# Part of the fingerprint: raise it when the same configuration yields other batches than before.
+_ORDER_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Batches of packed rows, as this process's share of them.
+
+    A batch holds int32 [global_batch / process_count, sequence_length] `tokens`, `targets` (-1: none),
+    `segments` and `positions`; `packing.pack` describes them.
+    """
+
+    fingerprint: str  # of everything that determines the batches
+    tokenizer: Tokenizer
+    _config: config_lib.Data
+    _train: grain.MapDataset
+    _eval: grain.MapDataset | None
+
+    def batches(self, start_step: int = 0, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+        """Returns an endless iterator over the batches of steps start_step, start_step + 1, …
+
+        The shares of all processes, concatenated in the order of their indices, are the global batch.
+
+        Raises:
+            DataError: global_batch is not divisible by process_count.
+        """
+        return self._read(self._train, slice(start_step, None), process_index, process_count)
+
+    def eval_batches(self, count: int, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
+        """Returns an iterator over the first `count` batches of held-out documents, which no seed changes.
+
+        No row is repeated. A source that holds out less than a row is left out.
+
+        Raises:
+            DataError: too little is held out, or global_batch is not divisible by process_count.
+        """
+        rows, needed = 0 if self._eval is None else len(self._eval), count * self._config.global_batch
+        if self._eval is None or rows < needed:
+            raise DataError(
+                f"eval.batches={count} of data.global_batch={self._config.global_batch} need {needed} rows, but "
+                f"data.eval_fraction={self._config.eval_fraction} holds out {rows}; lower eval.batches, or raise "
+                f"data.eval_fraction"
+            )
+        return self._read(self._eval, slice(count), process_index, process_count)
+
+    def _read(self, rows: grain.MapDataset, steps: slice, process_index: int, process_count: int) -> Iterator[Batch]:
+        share, left = divmod(self._config.global_batch, process_count)
+        if left:
+            raise DataError(
+                f"data.global_batch={self._config.global_batch} is not divisible by the {process_count} processes; "
+                f"make it a multiple"
+            )
+        mine = rows.batch(share, drop_remainder=True)[process_index::process_count][steps]
+        workers = self._config.workers
+        return iter(mine.to_iter_dataset(grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)))
+
+
+def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: str | Path | None) -> Data:
+    """Opens and measures every source, and splits it into documents to train on and documents held out.
+
+    Whether a document is held out depends on its path within the source's folder, or its number, only.
+
+    Args:
+        config: what to read.
+        vocab_size: of the model; every token id is below it.
+        seed: of the order of the training rows.
+        cache_dir: where the lengths of documents are kept for later runs; None: nowhere.
+
+    Raises:
+        DataError: a source or the tokenizer cannot be used, or there is too little data for a batch.
+    """
+    tokenizer = load_tokenizer(config.tokenizer)
+    reads_text = any(source.kind != "synthetic" for source in config.sources)
+    if reads_text and tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"data.tokenizer={config.tokenizer} has ids up to {tokenizer.vocab_size - 1}, beyond "
+            f"model.vocab_size={vocab_size}; raise it to {tokenizer.vocab_size} or more"
+        )
+    cache = Path(cache_dir).expanduser() if cache_dir else None
+    sources = [open_documents(s, tokenizer, vocab_size, cache, config.workers) for s in config.sources]
+    train = [_rows(config, documents, f"train/{seed}/{i}") for i, documents in enumerate(sources)]
+    _check_enough(config, train)
+    return Data(
+        fingerprint=_fingerprint(config, tokenizer, sources, seed),
+        tokenizer=tokenizer,
+        _config=config,
+        _train=_mix_endless(config, train, seed),
+        _eval=_mix_held_out(config, sources),
+    )
+
+
+def _rows(config: config_lib.Data, documents: Documents, order: str, *, held_out: bool = False) -> PackedRows:
+    """Returns the rows of one side of the split, their documents in an order that depends on `order`."""
+    chosen = (documents.keys < config.eval_fraction * 2.0**64) == held_out
+    return PackedRows(documents, np.flatnonzero(chosen), config.sequence_length, stable_hash(order))
+
+
+def _mix_endless(config: config_lib.Data, train: list[PackedRows], seed: int) -> grain.MapDataset:
+    shuffled = [rows.shuffle(seed=stable_hash(f"rows/{seed}/{i}") % 2**32).repeat() for i, rows in enumerate(train)]
+    return grain.MapDataset.mix(shuffled, [source.weight for source in config.sources])
+
+
+def _mix_held_out(config: config_lib.Data, sources: list[Documents]) -> grain.MapDataset | None:
+    held_out = [_rows(config, documents, f"eval/{i}", held_out=True) for i, documents in enumerate(sources)]
+    weighted = [(rows, source.weight) for rows, source in zip(held_out, config.sources, strict=True) if len(rows)]
+    return grain.MapDataset.mix(*zip(*weighted, strict=True)) if weighted else None
+
+
+def _check_enough(config: config_lib.Data, train: list[PackedRows]) -> None:
+    """Raises DataError unless every source fills a row, and all of them together a batch."""
+    for i, (source, rows) in enumerate(zip(config.sources, train, strict=True)):
+        if not len(rows):
+            raise DataError(
+                f"data.sources[{i}] ({' '.join([source.kind, *source.path])}) has {rows.num_tokens} tokens to train "
+                f"on, less than a row of data.sequence_length={config.sequence_length}; add documents, or lower "
+                f"data.sequence_length or data.eval_fraction"
+            )
+    if (total := sum(map(len, train))) < config.global_batch:
+        raise DataError(
+            f"the documents to train on fill {total} rows of data.sequence_length={config.sequence_length}, less than "
+            f"data.global_batch={config.global_batch}; add documents, or lower one of them"
+        )
+
+
+def _fingerprint(config: config_lib.Data, tokenizer: Tokenizer, sources: list[Documents], seed: int) -> str:
+    weighted = [(documents.digest, source.weight) for documents, source in zip(sources, config.sources, strict=True)]
+    sizes = [config.sequence_length, config.global_batch, config.eval_fraction]
+    decisive = json.dumps([_ORDER_VERSION, seed, tokenizer.digest, sizes, weighted])
+    return hashlib.sha256(decisive.encode()).hexdigest()

@@ -1,0 +1,5 @@
+"""What every module of this package raises."""
+
+
+class DataError(ValueError):
+    """Data that cannot be used as configured; one sentence with the values and the remedy."""

@@ -1,0 +1,247 @@
+"""Sources to tokenized documents, in random access.
+
+`text` is read and tokenized once, into memory, two or four bytes a token: it is for what fits there.
+`tfds` and `arrayrecord` are tokenized as they are read, a document as a whole for each row that
+holds a part of it. The lengths of their documents are found by one pass over all of them. What it
+finds is cached under a hash of the tokenizer and of the files' names, sizes and modification times.
+"""
+
+import dataclasses
+import difflib
+import fnmatch
+import functools
+import hashlib
+import json
+import os
+import sysconfig
+import tempfile
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from maxds import config
+from maxds.data.error import DataError
+from maxds.data.tokenizer import Tokenizer
+
+
+@dataclasses.dataclass(frozen=True)
+class Documents:
+    """Tokenized documents in random access, from any number of threads."""
+
+    keys: np.ndarray  # uint64 [documents]: uniform hashes of what identifies each document
+    lengths: np.ndarray  # int64 [documents]: in tokens, the end-of-document token included
+    digest: str  # of the keys and all tokens
+    read: Callable[[int], np.ndarray]  # index -> int32 [tokens], the last one the end of the document
+
+
+def open_documents(
+    source: config.Source, tokenizer: Tokenizer, vocab_size: int, cache_dir: Path | None, workers: int
+) -> Documents:
+    """Opens one source; `workers` threads tokenize or measure it.
+
+    Raises:
+        DataError: files are absent, unreadable or not of the source's kind, or a document is not UTF-8.
+    """
+    if source.kind == "synthetic":
+        return _synthetic(source.documents, vocab_size)
+    if source.kind == "text":
+        return _text(source, tokenizer, workers)
+    return _records(source, tokenizer, cache_dir, workers)
+
+
+def stable_hash(text: str) -> int:
+    """Returns 64 bits that depend on `text` only."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def _digest(*parts: np.ndarray) -> str:
+    return hashlib.sha256(b"".join(hashlib.sha256(part.tobytes()).digest() for part in parts)).hexdigest()
+
+
+def _index_keys(count: int) -> np.ndarray:
+    """Returns uint64 [count]; adding documents never changes the keys of the earlier ones."""
+    return np.random.Philox(key=0).random_raw(count)
+
+
+def _tokenize(tokenizer: Tokenizer, text: bytes, name: str) -> np.ndarray:
+    try:
+        return np.append(tokenizer.encode(text), np.int32(tokenizer.eos))
+    except UnicodeDecodeError as error:
+        raise DataError(f"{name} is not UTF-8 text ({error}); convert it, or use tokenizer=bytes") from error
+
+
+# ------------------------------------------------------------------------------ synthetic
+
+
+def _synthetic(count: int, vocab_size: int) -> Documents:
+    """Documents of 64 to 511 tokens and an end, in which nine tokens out of ten follow from the one before.
+
+    The rule: 7 more, modulo the alphabet, which is bounded so that a short run can learn it.
+    """
+    alphabet = min(256, vocab_size - 1)
+    lengths = (_index_keys(count) // 2**32 % 448 + 65).astype(np.int64)
+
+    def read(index: int) -> np.ndarray:
+        bits = np.random.Philox(key=[index, 1]).random_raw(lengths[index]) // 2**16
+        surprising = bits % 10 == 0
+        surprising[0] = True
+        steps = np.where(surprising, bits // 10 % alphabet, 7).astype(np.int64)
+        tokens = (np.cumsum(steps) % alphabet).astype(np.int32)
+        tokens[-1] = alphabet  # the end of the document
+        return tokens
+
+    return Documents(_index_keys(count), lengths, f"synthetic/{count}/{alphabet}", read)
+
+
+# ------------------------------------------------------------------------------ text
+
+
+def _text(source: config.Source, tokenizer: Tokenizer, workers: int) -> Documents:
+    files = _find_files(source.path, source.pattern)
+    dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+
+    def load(file: Path) -> np.ndarray:
+        return _tokenize(tokenizer, _read_file(file), str(file)).astype(dtype)
+
+    with ThreadPoolExecutor(workers) as pool:
+        documents = list(pool.map(load, [file for _, file in files]))
+    keys = np.array([stable_hash(name) for name, _ in files], np.uint64)
+    lengths = np.array([len(tokens) for tokens in documents], np.int64)
+    return Documents(keys, lengths, _digest(keys, lengths, *documents), lambda index: documents[index].astype(np.int32))
+
+
+def _read_file(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read {file} ({error.strerror}); make it readable, or exclude it") from error
+
+
+def _find_files(paths: tuple[str, ...], pattern: str) -> list[tuple[str, Path]]:
+    """Returns the files among and under `paths`, each with its name: its path within the folder it was found in."""
+    found = [match for path in paths for match in _find_under(path, pattern)]
+    if not found:
+        raise DataError(f"no file under {', '.join(paths)} matches pattern={pattern}; correct one of them")
+    return found
+
+
+def _find_under(path: str, pattern: str) -> list[tuple[str, Path]]:
+    if path == "stdlib":
+        return _find_stdlib(pattern)
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [(root.name, root)]
+    if not root.is_dir():
+        raise DataError(f"{path} is neither a file nor a folder; correct the path of the source")
+    return _walk(root, pattern)
+
+
+def _find_stdlib(pattern: str) -> list[tuple[str, Path]]:
+    """Returns the modules of the standard library, without its tests: some of those are not UTF-8 by design."""
+    excluded = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+    files = _walk(Path(sysconfig.get_path("stdlib")), pattern)
+    return [(name, file) for name, file in files if file.suffix == ".py" and not excluded & set(name.split("/"))]
+
+
+def _walk(root: Path, pattern: str) -> list[tuple[str, Path]]:
+    """Returns the files under `root` that match, sorted by name; what is hidden is left out."""
+    named = sorted((file.relative_to(root).as_posix(), file) for file in root.rglob("*"))
+    return [
+        (name, file)
+        for name, file in named
+        if fnmatch.fnmatch(name, pattern)
+        and not any(part.startswith(".") for part in name.split("/"))
+        and file.is_file()
+    ]
+
+
+# ------------------------------------------------------------------------------ tfds, arrayrecord
+
+
+def _records(source: config.Source, tokenizer: Tokenizer, cache_dir: Path | None, workers: int) -> Documents:
+    files = _find_files(source.path, source.pattern)
+    count, text = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
+    origin = f"{source.kind} {', '.join(source.path)}"
+
+    def tokens(index: int) -> np.ndarray:
+        return _tokenize(tokenizer, text(index), f"record {index} of {origin}")
+
+    cache = cache_dir and cache_dir / f"lengths-{_identity(source, files, tokenizer)}.npy"
+    lengths, checksums = _cached(cache, functools.partial(_measure, tokens, count, workers))
+
+    def read(index: int) -> np.ndarray:
+        if len(document := tokens(index)) != lengths[index]:
+            raise DataError(
+                f"record {index} of {origin} has {len(document)} tokens, not the {lengths[index]} that were measured; "
+                f"its file has changed: start again" + (f" without {cache}" if cache else "")
+            )
+        return document
+
+    return Documents(_index_keys(count), lengths, _digest(lengths, checksums), read)
+
+
+def _open_tfds(source: config.Source) -> tuple[int, Callable[[int], bytes]]:
+    """Returns the number of records of a prepared dataset, and a function that reads the text of one."""
+    import tensorflow_datasets as tfds
+
+    folder, feature = source.path[0], source.feature
+    try:
+        builder: Any = tfds.builder_from_directory(str(Path(folder).expanduser()))
+        features, records = builder.info.features, builder.as_data_source(source.split)
+    except Exception as error:  # anything, from an absent dataset_info.json to an unknown split
+        raise DataError(f"cannot open split={source.split} of the tfds folder {folder}: {error}") from error
+    if feature not in (known := sorted(features)):
+        close = difflib.get_close_matches(feature, known, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"it has {', '.join(known)}"
+        raise DataError(f"feature={feature} is not in the tfds folder {folder}; {hint}")
+    if not isinstance(features[feature], tfds.features.Text):
+        raise DataError(f"feature={feature} of the tfds folder {folder} is not text; name one that is")
+    return len(records), lambda index: records[index][feature]
+
+
+def _open_arrayrecord(files: list[tuple[str, Path]]) -> tuple[int, Callable[[int], bytes]]:
+    """Returns the number of records in all files together, and a function that reads one."""
+    from grain.sources import ArrayRecordDataSource
+
+    try:
+        records: Any = ArrayRecordDataSource([str(file) for _, file in files])
+        return len(records), records.__getitem__
+    except (RuntimeError, ValueError) as error:
+        names = ", ".join(str(file) for _, file in files[:3]) + (", …" if len(files) > 3 else "")
+        raise DataError(f"cannot read {names} as array_record files: {error}; narrow path or pattern") from error
+
+
+def _identity(source: config.Source, files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
+    """Returns a hash of what decides the lengths of the documents."""
+    stats = [(name, file.stat().st_size, file.stat().st_mtime_ns) for name, file in files]
+    decisive = [source.kind, source.split, source.feature, tokenizer.digest, stats]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
+
+
+def _measure(tokens: Callable[[int], np.ndarray], count: int, workers: int) -> np.ndarray:
+    """Returns int64 [2, documents]: the length of each document, and a checksum of its tokens."""
+
+    def measure(start: int) -> np.ndarray:
+        documents = map(tokens, range(start, min(start + chunk, count)))
+        return np.array([(len(document), zlib.crc32(document.tobytes())) for document in documents], np.int64)
+
+    chunk = 1024
+    with ThreadPoolExecutor(workers) as pool:
+        return np.concatenate([np.empty((0, 2), np.int64), *pool.map(measure, range(0, count, chunk))]).T
+
+
+def _cached(path: Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
+    """Returns what `path` holds, or else computes it and writes it there, whole or not at all."""
+    if path is None:
+        return compute()
+    if not path.exists():
+        computed = compute()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as partial:
+            np.save(partial, computed)
+        os.replace(partial.name, path)
+    return np.load(path)

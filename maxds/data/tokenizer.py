@@ -1,0 +1,128 @@
+"""Text to token ids and back: bytes, Hugging Face tokenizers, SentencePiece."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy as np
+
+from maxds.data.error import DataError
+
+# Tried in this order where no tokenizer_config.json names the token.
+_USUAL_EOS = ("<｜end▁of▁sentence｜>", "<|endoftext|>", "<eos>", "</s>")  # noqa: RUF001
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """Text to token ids and back; safe to share between threads.
+
+    `encode` takes str or UTF-8 bytes and returns int32 [tokens], without `eos`; bytes that are not
+    UTF-8 raise UnicodeDecodeError, except from the bytes tokenizer, which takes any. `decode` leaves
+    out special tokens and ids that the tokenizer does not know.
+    """
+
+    vocab_size: int  # one more than the largest id
+    eos: int  # ends every document
+    digest: str  # of everything that decides the ids
+    encode: Callable[[str | bytes], np.ndarray]
+    decode: Callable[[Iterable[int]], str]
+
+
+def load_tokenizer(name: str) -> Tokenizer:
+    """Returns the tokenizer `name`: `bytes`, or the path of a tokenizer.json or SentencePiece .model.
+
+    `bytes` has 257 ids: 0 to 255 for the bytes of UTF-8, 256 for the end of a document.
+
+    Raises:
+        DataError: there is no such file, it is of another kind, or it has no end-of-document token.
+    """
+    if name == "bytes":
+        return _bytes()
+    path = Path(name).expanduser()
+    loaders = {".json": _hugging_face, ".model": _sentencepiece}
+    if path.suffix not in loaders:
+        raise DataError(
+            f"data.tokenizer={name} is of an unknown kind; use `bytes`, or the path of a Hugging Face tokenizer.json "
+            f"or of a SentencePiece .model"
+        )
+    if not path.is_file():
+        raise DataError(f"data.tokenizer={name} is not a file; correct the path, or use `bytes`")
+    return loaders[path.suffix](path)
+
+
+def _text(text: str | bytes) -> str:
+    return text.decode() if isinstance(text, bytes) else text
+
+
+def _file_digest(path: Path, eos: int) -> str:
+    return hashlib.sha256(path.read_bytes() + f"eos={eos}".encode()).hexdigest()
+
+
+def _bytes() -> Tokenizer:
+    eos = 256
+
+    def encode(text: str | bytes) -> np.ndarray:
+        raw = text.encode() if isinstance(text, str) else text
+        return np.frombuffer(raw, np.uint8).astype(np.int32)
+
+    def decode(ids: Iterable[int]) -> str:
+        return bytes(int(i) for i in ids if i < eos).decode(errors="replace")
+
+    return Tokenizer(eos + 1, eos, "bytes", encode, decode)
+
+
+def _hugging_face(path: Path) -> Tokenizer:
+    import tokenizers
+
+    try:
+        model = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more specific
+        raise DataError(f"data.tokenizer={path} is not a Hugging Face tokenizer.json: {error}") from error
+    eos = _hugging_face_eos(model, path)
+
+    def encode(text: str | bytes) -> np.ndarray:
+        # Unlike `encode`, this lets other threads run meanwhile.
+        (encoded,) = model.encode_batch_fast([_text(text)], add_special_tokens=False)
+        return np.array(encoded.ids, np.int32)
+
+    def decode(ids: Iterable[int]) -> str:
+        return model.decode([int(i) for i in ids])
+
+    # Ids may have holes, so that the number of tokens is not a bound.
+    return Tokenizer(max(model.get_vocab().values()) + 1, eos, _file_digest(path, eos), encode, decode)
+
+
+def _hugging_face_eos(model, path: Path) -> int:
+    """Returns the id of the end-of-document token that tokenizer_config.json names, or of a usual one."""
+    settings = path.with_name("tokenizer_config.json")
+    named = json.loads(settings.read_text("utf-8")).get("eos_token") if settings.is_file() else None
+    names = _USUAL_EOS if named is None else (named["content"] if isinstance(named, dict) else named,)
+    for name in names:
+        if (eos := model.token_to_id(name)) is not None:
+            return eos
+    raise DataError(
+        f"data.tokenizer={path} has no end-of-document token {' or '.join(names)}; name one of its tokens as "
+        f"`eos_token` in {settings.name} beside it"
+    )
+
+
+def _sentencepiece(path: Path) -> Tokenizer:
+    import sentencepiece
+
+    try:
+        model = sentencepiece.SentencePieceProcessor(model_file=str(path))
+    except RuntimeError as error:
+        raise DataError(f"data.tokenizer={path} is not a SentencePiece model: {error}") from error
+    vocab_size, eos = model.vocab_size(), model.eos_id()
+    if eos < 0:
+        raise DataError(f"data.tokenizer={path} has no end-of-document token; train it with an eos_id")
+
+    def encode(text: str | bytes) -> np.ndarray:
+        return np.array(model.encode(_text(text)), np.int32)
+
+    def decode(ids: Iterable[int]) -> str:
+        return model.decode([int(i) for i in ids if i < vocab_size])
+
+    return Tokenizer(vocab_size, eos, _file_digest(path, eos), encode, decode)

@@ -1,0 +1,156 @@
+"""What a config amounts to, before anything runs: parameters, FLOPs, bytes of a device. Touches no device."""
+
+import math
+from collections.abc import Iterable, Iterator
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from maxds import flops, optimizer
+from maxds import mesh as mesh_lib
+from maxds import params as params_lib
+from maxds.config import Config, Model
+from maxds.model import deepseek
+from maxds.params import Param, Tree
+
+Row = tuple[str, ...]
+
+
+def describe(config: Config, devices: int | None = None) -> str:
+    """Parameters by block, FLOPs of a token, and bytes of a device, as text.
+
+    Args:
+      config: of the run.
+      devices: how many the run has. By default `mesh.cpu_devices`; where that is not set either, an axis of -1 counts
+        as 1, and the text says so.
+
+    Raises:
+      mesh.MeshError: the mesh does not fit the devices, or the model does not fit the mesh.
+    """
+    declared = deepseek.declare(config.model)
+    asked = [getattr(config.mesh, axis) for axis in mesh_lib.AXES]
+    devices = devices or config.mesh.cpu_devices
+    assumed = "; the axis of -1 counts as 1" if -1 in asked and devices is None else ""
+    axes = mesh_lib.sizes(config.mesh, devices or math.prod(n for n in asked if n != -1))
+    params_lib.check(declared, axes)
+    mesh = " ".join(f"{axis}={n}" for axis, n in axes.items())
+    length = config.data.sequence_length
+    return "\n".join(
+        [
+            *_table(("parameters", "shape", "of one layer", "of all", "split over"), _weights(config.model)),
+            "",
+            *_table(("counts", "parameters"), _counts(config.model)),
+            "",
+            *_table((f"training FLOPs of a token at {length}", "GFLOP", "share"), _flops(config.model, length)),
+            f"({flops.FORMULA})",
+            "",
+            *_table((f"a device of {mesh}{assumed}", "bytes", "GiB"), _bytes(config, declared, axes)),
+            "(activations, and what the compiler adds, come on top)",
+        ]
+    )
+
+
+def counts(model: Model) -> dict[str, int]:
+    """Parameters, router biases included, as model cards count them.
+
+    Returns:
+      `total` and `active` of the model without MTP, and those of its MTP modules, `mtp` and `mtp_active`. Active are
+      all but the routed experts that a token does not go to; embedding and head are among them.
+    """
+    sizes = {block: sum(p.size for p in weights.values()) for block, weights in _blocks(model).items()}
+    mtp = sizes.pop("mtp", 0)
+    total = sum(sizes.values())
+    idle = 3 * model.hidden_size * model.moe_intermediate_size * (model.n_routed_experts - model.num_experts_per_tok)
+    return {
+        "total": total,
+        "active": total - model.num_moe_layers * idle,
+        "mtp": mtp,
+        "mtp_active": mtp - model.num_nextn_predict_layers * idle,
+    }
+
+
+def _blocks(model: Model) -> dict[str, dict[str, Param]]:
+    """Block -> path in it (empty where the block is one weight) -> weight. Router biases, which are state, included."""
+    biases = jax.eval_shape(lambda: deepseek.router_bias(model))
+    stacks = {f"{stack}.router_bias": Param(b.shape, PartitionSpec()) for stack, b in biases.items()}
+    blocks: dict[str, dict[str, Param]] = {}
+    for path, p in (params_lib.flatten(deepseek.declare(model)) | stacks).items():
+        block, _, inner = path.partition(".")
+        blocks.setdefault(block, {})[inner] = p
+    return blocks
+
+
+def _table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
+    """Columns as wide as they must be; after the first, those of numbers are flush right."""
+    rows = [head, *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(head))]
+    right = [i > 0 and any(row[i][:1].isdigit() for row in rows[1:]) for i in range(len(head))]
+    for row in rows:
+        cells = zip(row, widths, right, strict=True)
+        yield "  ".join(f"{cell:>{width}}" if r else f"{cell:<{width}}" for cell, width, r in cells).rstrip()
+
+
+def _weights(model: Model) -> Iterator[Row]:
+    """A row for each weight; those of a stack of layers under a row for the stack."""
+    for block, weights in _blocks(model).items():
+        layers = 0 if "" in weights else next(iter(weights.values())).shape[0]
+        if layers:
+            size = sum(p.size for p in weights.values())
+            yield f"{block} x {layers}", "", f"{size // layers:,}", f"{size:,}", ""
+        for path, p in weights.items():
+            shape = " x ".join(map(str, p.shape[1:] if layers else p.shape))
+            one = f"{p.size // layers:,}" if layers else ""
+            split = " ".join(axis for axis in p.spec if axis) or "-"
+            yield f"  {path}" if layers else block, shape, one, f"{p.size:,}", split
+
+
+def _counts(model: Model) -> Iterator[Row]:
+    found = counts(model)
+    yield "total", f"{found['total']:,}"
+    yield "active for a token", f"{found['active']:,}"
+    if found["mtp"]:
+        yield "MTP modules, on top", f"{found['mtp']:,}"
+        yield "active of these", f"{found['mtp_active']:,}"
+
+
+def _flops(model: Model, length: int) -> Iterator[Row]:
+    blocks = flops.per_token(model, length)
+    for name, count in blocks.items():
+        if count:
+            yield name, f"{count / 1e9:,.4f}", f"{count / blocks['total']:.1%}"
+
+
+def _bytes(config: Config, declared: Tree, axes: dict[str, int]) -> Iterator[Row]:
+    """What a device holds for a whole step, as far as the declaration says it."""
+    precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
+    local = params_lib.derive(lambda p: _part(p, axes, precision.params), declared)
+    # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.
+    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, declared).init, local)
+    sums = 2 if config.optimizer.accumulate_steps > 1 else 1
+    layers = 2 if config.schedule.kind == "batch_split" else 1
+
+    def gathered(weights: Tree) -> int:
+        whole, dtype = axes | {"fsdp": 1}, precision.compute
+        return _size(params_lib.derive(lambda p: _part(p, whole, "float32" if p.float32 else dtype), weights))
+
+    held = {
+        f"parameters, {precision.params}": _size(local),
+        f"optimizer state, {kind} in {state}": _size(moments),
+        "gradients" + (", of a part and of those before" if sums == 2 else ""): sums * _size(local),
+        "embedding and head, gathered": gathered((declared.embed, declared.norm, declared.head)),
+        f"MoE layers gathered at a time: {layers}": layers * gathered(params_lib.unstacked(declared.moe_layers)),
+    }
+    for name, size in (held | {"sum": sum(held.values())}).items():
+        yield name, f"{size:,}", f"{size / 2**30:,.2f}"
+
+
+def _part(p: Param, axes: dict[str, int], dtype: str) -> jax.ShapeDtypeStruct:
+    """What one device holds of a weight."""
+    ways = [axes.get(axis, 1) for axis in p.spec] + [1] * (len(p.shape) - len(p.spec))
+    return jax.ShapeDtypeStruct([n // w for n, w in zip(p.shape, ways, strict=True)], jnp.dtype(dtype))
+
+
+def _size(shapes: Tree) -> int:
+    """Bytes."""
+    return sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(shapes))

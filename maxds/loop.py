@@ -1,0 +1,201 @@
+"""When things happen: steps, evaluation, checkpoints, profiling, and the ways a run can end."""
+
+import contextlib
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+import psutil
+from etils import epath
+from jax.experimental import multihost_utils
+
+from maxds import checkpoint, metrics
+from maxds.config import Config
+from maxds.data import Data
+from maxds.step import Stepper, TrainState
+
+NON_FINITE_LIMIT = 5  # steps in a row whose loss is not finite before the run gives up
+
+
+class TermError(ValueError):
+    """A loss term is enabled and does nothing."""
+
+
+class NonFiniteError(RuntimeError):
+    """Loss or gradient have stopped being numbers."""
+
+
+@dataclasses.dataclass
+class Loop:
+    """A run under way: the state, and what it is stepped, saved and reported with."""
+
+    config: Config
+    stepper: Stepper
+    data: Data
+    saved: checkpoint.Checkpoints
+    log: metrics.Log
+    state: TrainState
+    step: int  # batches consumed
+    program: Any  # the compiled train step
+    last_saved: int | None = None
+    non_finite: int = 0
+    _due: tuple[int, dict] | None = None  # a step whose metrics are still on the device
+    _clock: float = 0.0  # when the step before it was finished
+
+    def run(self, stop: "Stop") -> bool:
+        """Trains to config.steps, or until `stop` is asked for; then False. The last state is saved either way.
+
+        Raises:
+          NonFiniteError: loss or gradient was not finite for NON_FINITE_LIMIT steps in a row.
+          TermError: at step 0, a term that is enabled is zero or has no gradient.
+        """
+        batches = self._batches()
+        first = next(batches)
+        if self.step == 0:
+            self.check_terms(first)
+        self._clock = time.perf_counter()
+        self.one_step(first)
+        self.finish_step()
+        age = time.time() - psutil.Process().create_time()
+        self.log.note(f"first step done {age:.1f} s after the process started")
+        while self.step < self.config.steps and not stop.requested(self.step):
+            self.one_step(next(batches))
+        self.finish_step()
+        if self.last_saved != self.step and self.non_finite == 0:
+            self.save()
+        return self.step == self.config.steps
+
+    def _batches(self) -> Iterator[dict[str, jax.Array]]:
+        mine = self.data.batches(self.step, jax.process_index(), jax.process_count())
+        return (self.stepper.batch(rows) for rows in mine)
+
+    def one_step(self, batch: dict[str, jax.Array]) -> None:
+        """Dispatches a step, and only then reads the metrics of the one before: the device never waits for the host."""
+        profile = self.config.profile
+        if profile and self.step == profile.start:
+            self.finish_step()
+            jax.profiler.start_trace(str(epath.Path(self.config.run_dir).expanduser() / "profile"))
+        self.state, computed = self.program(self.state, batch, self.stepper.training)
+        self.finish_step()
+        self.step += 1
+        self._due = self.step, computed
+        if profile and self.step == profile.start + profile.steps:
+            self.finish_step()
+            jax.profiler.stop_trace()
+            self.log.note(f"profile of steps {profile.start + 1}-{self.step} written to {self.config.run_dir}/profile")
+        if self._wants_eval():
+            self.finish_step()
+            self.evaluate()
+        if self.saved.due(self.step):
+            self.finish_step()
+            if self.non_finite == 0:
+                self.save()
+
+    def finish_step(self) -> None:
+        """Waits for the metrics of the last dispatched step, and reports them."""
+        if self._due is None:
+            return
+        step, computed = self._due
+        self._due = None
+        found = jax.device_get(computed)
+        now = time.perf_counter()
+        self.log.step(step, found, now - self._clock)
+        self._clock = now
+        self._judge(step, found)
+
+    def _judge(self, step: int, found: dict) -> None:
+        """Counts the steps in a row that were not applied because a number in them is not one."""
+        if math.isfinite(found["loss"]) and math.isfinite(found["grad_norm"]):
+            self.non_finite = 0
+            return
+        self.non_finite += 1
+        if self.non_finite == NON_FINITE_LIMIT:
+            raise NonFiniteError(
+                f"loss or gradient was not finite for {NON_FINITE_LIMIT} steps in a row, {step - NON_FINITE_LIMIT + 1} "
+                f"to {step}; none of them was applied or saved (last checkpoint: {self.last_saved or 'none'}). Lower "
+                f"optimizer.lr={self.config.optimizer.lr:g}, or look at the data of these steps; run again to resume"
+            )
+
+    # -------------------------------------------------------------------------------- evaluation
+
+    def _wants_eval(self) -> bool:
+        every = self.config.eval.every_steps
+        return every is not None and (self.step % every == 0 or self.step == self.config.steps)
+
+    def evaluate(self) -> None:
+        """Means of every term over the held-out batches."""
+        totals: dict[str, dict[str, float]] = {}
+        for rows in self.data.eval_batches(self.config.eval.batches, jax.process_index(), jax.process_count()):
+            found = self.stepper.evaluate(self.state.params, self.state.router_bias, self.stepper.batch(rows))
+            totals = jax.tree.map(np.add, totals, jax.device_get(found)) if totals else jax.device_get(found)
+        enabled = [name for name, coefficient in self.stepper.network.coefficients().items() if coefficient]
+        self.log.eval(self.step, {n: float(totals["sums"][n] / max(totals["counts"][n], 1)) for n in enabled})
+        self._clock = time.perf_counter()
+
+    # ------------------------------------------------------------------------------- checkpoints
+
+    def save(self) -> None:
+        """Saves the state, whose loss is known to be finite, in the background."""
+        self.saved.save(self.state, self.step, self.config, self.data.fingerprint)
+        self.last_saved = self.step
+        self.log.note(f"checkpoint {self.step} saved")
+        self.log.flush()
+
+    # ------------------------------------------------------------------------------ step 0
+
+    def check_terms(self, batch: dict[str, jax.Array]) -> None:
+        """Runs the train step once for each enabled term alone, without an update.
+
+        Raises:
+          TermError: the term is zero, or no weight has a gradient from it.
+        """
+        for term, coefficient in self.stepper.network.coefficients().items():
+            if not coefficient:
+                continue
+            self.state, computed = self.program(self.state, batch, self.stepper.probe(term))
+            value, norm = jax.device_get((computed["terms"][term], computed["grad_norm"]))
+            if value == 0 or norm == 0:
+                wrong = "is zero" if value == 0 else "has no gradient"
+                raise TermError(
+                    f"the loss term {term} is enabled with weight {coefficient:g} but {wrong} at step 0 "
+                    f"(value {value:g}, gradient norm {norm:g}); disable it, or give it data that it applies to"
+                )
+
+
+class Stop:
+    """Remembers that SIGTERM or SIGINT arrived; a second one kills as usual."""
+
+    def __init__(self):
+        self._signal: int | None = None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator["Stop"]:
+        """Handles the signals inside the block."""
+        # Among several processes the signal is JAX's to hear: it makes all of them stop before the same step.
+        handled = (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else ()
+        previous = {s: signal.signal(s, self._remember) for s in handled}
+        try:
+            yield self
+        finally:
+            for s, handler in previous.items():
+                signal.signal(s, handler)
+
+    def _remember(self, number, _frame) -> None:
+        self._signal = number
+        signal.signal(number, signal.SIG_DFL)
+
+    def requested(self, step: int) -> bool:
+        """Whether to stop before this step; the same answer in every process."""
+        if jax.process_count() > 1:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._signal is not None
+
+    @property
+    def name(self) -> str:
+        """The signal's name."""
+        return signal.Signals(self._signal).name if self._signal else "a preemption notice"

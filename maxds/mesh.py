@@ -1,0 +1,126 @@
+"""The device mesh: its axes, its sizes, and the processes that share it.
+
+    data     replicas of the weights; across slices this axis runs over DCN
+    fsdp     every weight, gradient and optimizer state is split over it
+    expert   routed experts are split over it: tokens travel to them
+
+The batch is split over all three.
+"""
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from etils import epath
+from jax.experimental import mesh_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from maxds.config import Mesh as MeshConfig
+
+AXES = ("data", "fsdp", "expert")
+BATCH = PartitionSpec(AXES)
+
+
+class MeshError(ValueError):
+    """The mesh asked for does not fit the devices, or the model does not fit the mesh."""
+
+
+def initialize(config: MeshConfig) -> None:
+    """Prepares JAX's devices. Call it once, before anything touches a device.
+
+    With `mesh.cpu_devices` each process has that many virtual CPU devices. Where the environment
+    says that this is one of several processes (GKE and XPK, Slurm, or JAX_COORDINATOR_ADDRESS with
+    JAX_NUM_PROCESSES and JAX_PROCESS_ID), they find each other first.
+    """
+    if config.cpu_devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", config.cpu_devices)
+    if _is_one_of_several(os.environ):
+        said = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
+        count, index = (None if number is None else int(number) for number in said)  # None: JAX finds out
+        jax.distributed.initialize(num_processes=count, process_id=index)
+
+
+def use_compile_cache(folder: str | None) -> None:
+    """Keeps compiled programs in `folder` (or gs://…) for later processes; None: nowhere."""
+    if folder is not None:
+        jax.config.update("jax_compilation_cache_dir", str(epath.Path(folder).expanduser()))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def _is_one_of_several(environment: Mapping[str, str]) -> bool:
+    return (
+        "JAX_COORDINATOR_ADDRESS" in environment
+        or "MEGASCALE_COORDINATOR_ADDRESS" in environment
+        or "," in environment.get("TPU_WORKER_HOSTNAMES", "")
+        or int(environment.get("SLURM_NTASKS", "1")) > 1
+    )
+
+
+def sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+    """Devices along each axis; an axis of -1 takes what the others leave.
+
+    Raises:
+      MeshError: the axes do not multiply to `num_devices`.
+    """
+    asked = {axis: getattr(config, axis) for axis in AXES}
+    fixed = math.prod(n for n in asked.values() if n != -1)
+    free = next((axis for axis, n in asked.items() if n == -1), None)
+    found = asked if free is None else asked | {free: num_devices // fixed}
+    if math.prod(found.values()) != num_devices:
+        product = " x ".join(f"mesh.{axis}={n}" for axis, n in asked.items())
+        grown = math.gcd(fixed, num_devices)
+        advice = (
+            f"set mesh.fsdp=-1 and let the other axes divide {num_devices}"
+            if free is None
+            else f"the fixed axes multiply to {fixed}; choose them so that they divide {num_devices}: try {grown}"
+        )
+        raise MeshError(f"{product} does not fit the {num_devices} devices present: {advice}")
+    return found
+
+
+def make(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """The mesh over `devices` (all, by default): ICI inside a slice, `data` across slices over DCN.
+
+    Raises:
+      MeshError: the sizes do not fit the devices or the slices.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = tuple(sizes(config, len(devices)).values())
+    slices = len({getattr(d, "slice_index", 0) for d in devices})
+    if shape[0] % slices:
+        raise MeshError(
+            f"mesh.data={shape[0]} is not divisible by the {slices} slices present: "
+            f"`data` is the axis that crosses slices, so set it to a multiple of {slices}"
+        )
+    if slices > 1:
+        inside = (shape[0] // slices, *shape[1:])
+        grid = mesh_utils.create_hybrid_device_mesh(inside, (slices, 1, 1), devices=devices)
+    elif devices[0].platform == "tpu":
+        grid = mesh_utils.create_device_mesh(shape, devices=devices)
+    else:
+        grid = np.array(devices).reshape(shape)
+    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows of a global batch, split over every device."""
+    return NamedSharding(mesh, BATCH)
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """The same array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def check_rows(mesh: Mesh, rows: int, *, per_device: int, what: str) -> None:
+    """Raises MeshError unless `rows` gives every device a multiple of `per_device` rows."""
+    unit = mesh.size * per_device
+    if rows % unit:
+        raise MeshError(
+            f"{what}={rows} does not give each of the {mesh.size} devices a multiple of {per_device} sequences; "
+            f"try {max(unit, rows // unit * unit)} or {(rows // unit + 1) * unit}"
+        )

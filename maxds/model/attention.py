@@ -1,0 +1,134 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from maxds.config import Model
+from maxds.model import kernels
+from maxds.model.ops import rms_norm, rotate, softmax_scale
+from maxds.params import Param, Tree
+from maxds.schedule import Given
+
+
+@flax.struct.dataclass
+class Attention:
+    """Weights of one layer's attention. Without `q_lora_rank` there is no `q_down` and no `q_norm`."""
+
+    norm: Tree  # [D]
+    q_down: Tree  # [D Q]
+    q_norm: Tree  # [Q]
+    q_up: Tree  # [Q N H], or [D N H]
+    kv_down: Tree  # [D C]
+    kv_norm: Tree  # [C]
+    k_rope: Tree  # [D qk_rope_head_dim], one for all heads
+    k_up: Tree  # [C N qk_nope_head_dim]
+    v_up: Tree  # [C N v_head_dim]
+    out: Tree  # [N v_head_dim D]
+
+
+def declare(c: Model) -> Attention:
+    """Declares one layer's attention."""
+    d, n, latent, rank = c.hidden_size, c.num_attention_heads, c.kv_lora_rank, c.q_lora_rank
+
+    def matrix(*shape: int, dims: str = "io") -> Param:
+        return Param(shape, P("fsdp"), dims, c.initializer_range)
+
+    return Attention(
+        norm=norm(d),
+        q_down=None if rank is None else matrix(d, rank),
+        q_norm=None if rank is None else norm(rank),
+        q_up=matrix(d if rank is None else rank, n, c.qk_head_dim, dims="ioo"),
+        kv_down=matrix(d, latent),
+        kv_norm=norm(latent),
+        k_rope=matrix(d, c.qk_rope_head_dim),
+        k_up=matrix(latent, n, c.qk_nope_head_dim, dims="ioo"),
+        v_up=matrix(latent, n, c.v_head_dim, dims="ioo"),
+        out=Param((n, c.v_head_dim, d), P(None, None, "fsdp"), "iio", c.initializer_range),
+    )
+
+
+def norm(size: int) -> Param:
+    """Declares the scale of an RMS norm."""
+    return Param((size,), P(None), decay=False, float32=True)
+
+
+def queries(c: Model, w: Attention, x: jax.Array, rope: Tree) -> jax.Array:
+    """[B S D] -> [B S N H]: nope then rope dimensions, multiplied by the softmax scale."""
+    if w.q_down is not None:
+        x = checkpoint_name(rms_norm(x @ w.q_down, w.q_norm, c.rms_norm_eps), "q_latent")
+    q = jnp.einsum("bsq,qnh->bsnh", x, w.q_up)
+    nope, turned = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
+    return jnp.concatenate([nope, rotate(turned, rope)], axis=-1) * softmax_scale(c)
+
+
+def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array, jax.Array]:
+    """[B S D] -> the latent of keys and values [B S C], and the rotated key shared by all heads [B S rope]."""
+    latent = rms_norm(x @ w.kv_down, w.kv_norm, c.rms_norm_eps)
+    return checkpoint_name(latent, "kv_latent"), checkpoint_name(rotate(x @ w.k_rope, rope), "kv_latent")
+
+
+def expanded(
+    w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.Array], segments: jax.Array, kept: tuple | None = None
+) -> tuple[jax.Array, tuple]:
+    """Attention of queries [B S N H] to the tokens they belong to, whose latents are expanded to keys and values."""
+    latent, rope = cached
+    nope = jnp.einsum("bsc,cnh->bsnh", latent, w.k_up)
+    shared = jnp.broadcast_to(rope[:, :, None], (*nope.shape[:3], rope.shape[-1]))
+    k = checkpoint_name(jnp.concatenate([nope, shared], axis=-1), "key")
+    v = checkpoint_name(jnp.einsum("bsc,cnh->bsnh", latent, w.v_up), "value")
+    return kernels.attention(q, k, v, segments, kept)
+
+
+def absorbed(
+    c: Model, w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.Array], positions: jax.Array
+) -> jax.Array:
+    """Attention in latent space: `k_up` is applied to the queries and `v_up` to the output (V2, section 2.1.2).
+
+    Args:
+      q: [B S N H], of few tokens: the scores [B N S Z] exist all at once.
+      cached: as `latents`, of Z tokens of one document: [B Z C] and [B Z qk_rope_head_dim].
+      positions: [B S] int32; a query sees the tokens up to its own position.
+
+    Returns:
+      [B S N v_head_dim].
+    """
+    latent, rope = cached
+    nope, turned = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
+    into_latent = jnp.einsum("bsnh,cnh->bsnc", nope, w.k_up)
+    scores = jnp.einsum("bsnc,bzc->bnsz", into_latent, latent, preferred_element_type=jnp.float32)
+    scores += jnp.einsum("bsnh,bzh->bnsz", turned, rope, preferred_element_type=jnp.float32)
+    past = jnp.arange(latent.shape[1]) <= positions[:, None, :, None]
+    weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1).astype(latent.dtype)
+    return jnp.einsum("bsnc,cnv->bsnv", jnp.einsum("bnsz,bzc->bsnc", weights, latent), w.v_up)
+
+
+def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tuple[Tree, Tree]:
+    """`x.h` [B S D] plus the attention of its tokens to what `read` knows.
+
+    Args:
+      rope: cos and sin of the tokens' positions.
+      read: (queries, `latents` of the tokens) -> (attention's output [B S N v_head_dim], anything).
+
+    Returns:
+      The stream, and whatever else `read` returned.
+    """
+    y = rms_norm(x.h, w.norm, c.rms_norm_eps)
+    q = checkpoint_name(queries(c, w, y, rope), "query")
+    out, more = read(q, latents(c, w, y, rope))
+    return dataclasses.replace(x, h=x.h + jnp.einsum("bsnv,nvd->bsd", out, w.out)), more
+
+
+def attend(c: Model, w: Attention, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict]:
+    """The stage: `x.h` [B S D] plus its attention. Keeps the kernel's output and log-sum-exp."""
+
+    def read(q, cached):
+        return expanded(w, q, cached, given.tokens.segments, None if kept is None else kept["attention"])
+
+    x, attention = attend_to(c, w, x, given.tokens.rope, read)
+    return x, {"attention": attention}

@@ -1,0 +1,204 @@
+"""Sampling: the prompt through all layers at once, then one token after the other against a cache of latents.
+
+MLA needs neither keys nor values of the past: the normalized latent and the one rotated key of each
+token stand for those of all heads (DeepSeek-V2, section 2.1). So the cache holds
+kv_lora_rank + qk_rope_head_dim numbers a token and layer, and a step attends in latent space.
+
+Weights travel as in training: gathered layer by layer, and routed experts stay where they are.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxds import params as params_lib
+from maxds.mesh import AXES
+from maxds.model import attention, ops
+from maxds.model.deepseek import Context, Network, Weights
+from maxds.model.moe import Stream
+from maxds.schedule import Given, at
+
+Over = Callable[[attention.Attention, jax.Array, tuple, tuple], jax.Array]
+"""(weights, queries, latents of their tokens, latents in the cache) -> attention's output."""
+
+
+@flax.struct.dataclass
+class Cache:
+    """What attention needs of the tokens so far, for all L layers, in the compute dtype."""
+
+    latent: jax.Array  # [L B S C], normalized
+    rope: jax.Array  # [L B S qk_rope_head_dim], rotated
+
+    def layer(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The entries of layer `i`, as `attention.latents` returns them."""
+        return at((self.latent, self.rope), i)
+
+    def write(self, i: jax.Array, positions: jax.Array, entries: tuple[jax.Array, jax.Array]) -> "Cache":
+        """Puts entries of layer `i`, [B s …], at positions [B s] of their sequences."""
+        rows = jnp.arange(positions.shape[0])[:, None]
+        latent, rope = entries
+        return Cache(self.latent.at[i, rows, positions].set(latent), self.rope.at[i, rows, positions].set(rope))
+
+
+@dataclasses.dataclass(frozen=True)
+class Decoder:
+    """A network and this device's shards of its weights. Build it with `make`, inside `shard_map`."""
+
+    network: Network
+    weights: Weights
+    bias: dict[str, jax.Array]  # as `deepseek.router_bias`
+    outer: tuple[jax.Array, jax.Array, jax.Array]  # as `Network.outer`: gathered once, not for every token
+
+    def prefill(self, tokens: jax.Array, lengths: jax.Array, size: int) -> tuple[jax.Array, Cache]:
+        """Runs prompts through the model.
+
+        Args:
+          tokens: [B P] int32; each row a prompt, then anything.
+          lengths: [B] int32, of the prompts; 0 for a row that holds none.
+          size: tokens of a sequence that the cache makes room for, at least P.
+
+        Returns:
+          Logits [B V] float32 of each prompt's last token, and the cache.
+        """
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segments = (positions < lengths[:, None]).astype(jnp.int32)
+
+        def over(w, q, own, _):
+            return attention.expanded(w, q, own, segments)[0]
+
+        batch = {"tokens": tokens, "positions": positions, "segments": segments}
+        h, cache = self._layers(batch, self._empty(len(tokens), size), over)
+        last = jnp.maximum(lengths - 1, 0)[:, None, None]
+        return self._logits(jnp.take_along_axis(h, last, axis=1)[:, 0]), cache
+
+    def step(self, cache: Cache, tokens: jax.Array, positions: jax.Array, active: jax.Array) -> tuple[jax.Array, Cache]:
+        """Runs one more token of each sequence through the model.
+
+        Args:
+          cache: of the tokens before.
+          tokens: [B] int32.
+          positions: [B] int32, theirs.
+          active: [B] bool; the experts are spared the tokens of the other rows, whose results mean nothing.
+
+        Returns:
+          Logits [B V] float32, and the cache with the tokens.
+        """
+        batch = {"tokens": tokens, "positions": positions, "segments": active.astype(jnp.int32)}
+        batch = {name: of_rows[:, None] for name, of_rows in batch.items()}
+
+        def over(w, q, _, cached):
+            return attention.absorbed(self.network.model, w, q, cached, batch["positions"])
+
+        h, cache = self._layers(batch, cache, over)
+        return self._logits(h[:, 0]), cache
+
+    def generate(self, tokens: jax.Array, lengths: jax.Array, count: int, pick: Callable, eos: int | None) -> jax.Array:
+        """Continues prompts, until each has ended or has `count` tokens more.
+
+        Args:
+          tokens: as in `prefill`.
+          lengths: as in `prefill`.
+          count: tokens.
+          pick: (logits [B V] float32, index of the token to be drawn, int32) -> tokens [B] int32.
+          eos: the token that ends a sequence, or None.
+
+        Returns:
+          The continuations [B count] int32, with their `eos`; -1 past the end.
+        """
+
+        def go_on(carry):
+            i, going, *_ = carry
+            return going & (i < count)
+
+        def body(carry):
+            i, _, active, logits, cache, found = carry
+            token = jnp.where(active, pick(logits, i), -1)
+            found = found.at[:, i].set(token)
+            active = active if eos is None else active & (token != eos)
+            logits, cache = self.step(cache, token, lengths + i, active)
+            return i + 1, _anywhere(active), active, logits, cache, found
+
+        logits, cache = self.prefill(tokens, lengths, tokens.shape[1] + count)
+        found, active = jnp.full((len(tokens), count), -1, jnp.int32), lengths > 0
+        start = jnp.zeros((), jnp.int32), _anywhere(active), active, logits, cache, found
+        return lax.while_loop(go_on, body, start)[-1]
+
+    def _empty(self, sequences: int, size: int) -> Cache:
+        c, dtype = self.network.model, jnp.dtype(self.network.config.precision.compute)
+        shape = c.num_hidden_layers, sequences, size
+        return Cache(jnp.zeros((*shape, c.kv_lora_rank), dtype), jnp.zeros((*shape, c.qk_rope_head_dim), dtype))
+
+    def _layers(self, batch: dict, cache: Cache, over: Over) -> tuple[jax.Array, Cache]:
+        """Embedding and all layers on int32 [B s] `tokens`, `positions`, `segments` -> [B s D]."""
+        context = self.network.context(batch)
+        carry = Stream(self.network.embed(self.outer[0], batch["tokens"]), jnp.zeros((), jnp.float32)), cache
+        first = 0
+        for name in ("dense_layers", "moe_layers"):
+            stacked = getattr(self.weights, name)
+            if stacked is not None:
+                layers = jnp.arange(first, first := first + len(stacked["attention"].norm))
+                body = self._one_layer(name, context, batch["positions"], over)
+                carry, _ = lax.scan(body, carry, (stacked, self.bias.get(name), layers))
+        x, cache = carry
+        return x.h, cache
+
+    def _one_layer(self, name: str, context: Context, positions: jax.Array, over: Over) -> Callable:
+        """The scan body of one stack: a layer's stages, but for the first, whose place attention to the cache takes."""
+        network = self.network
+        declared = params_lib.unstacked(getattr(network.declared, name))
+        layer, exchange = network.layer(declared), network.exchange(declared)
+
+        def body(carry, of_layer):
+            (x, cache), (shards, bias, i) = carry, of_layer
+            w = exchange.gather(shards)
+
+            def read(q, own):
+                written = cache.write(i, positions, own)
+                return over(w["attention"], q, own, written.layer(i)), written
+
+            x, cache = attention.attend_to(network.model, w["attention"], x, context.rope, read)
+            for stage in layer.stages[1:]:
+                x, _ = stage(w[stage.name], x, Given(bias, context))
+            return (layer.combine(x), cache), None
+
+        return body
+
+    def _logits(self, h: jax.Array) -> jax.Array:
+        _, norm, head = self.outer
+        h = ops.rms_norm(h, norm, self.network.model.rms_norm_eps)
+        return jnp.matmul(h, head, preferred_element_type=jnp.float32)
+
+
+def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Decoder:
+    """Binds a network to this device's shards of its weights."""
+    return Decoder(network, weights, bias, network.outer(weights))
+
+
+def _anywhere(active: jax.Array) -> jax.Array:
+    """Whether any sequence of any device goes on: the devices must leave the loop together."""
+    return lax.pmax(jnp.any(active).astype(jnp.int32), AXES) > 0
+
+
+def pick(logits: jax.Array, keys: jax.Array, temperature: float, top_p: float) -> jax.Array:
+    """Draws a token of each sequence from its nucleus (arXiv 1904.09751, section 3.1).
+
+    Args:
+      logits: [B V] float32.
+      keys: [B], of `jax.random`.
+      temperature: what logits are divided by first; 0: the most probable token.
+      top_p: the nucleus is the fewest most probable tokens whose probabilities sum to at least this.
+
+    Returns:
+      [B] int32.
+    """
+    if temperature == 0:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    ranked, order = lax.top_k(logits / temperature, logits.shape[-1])
+    probabilities = jax.nn.softmax(ranked, axis=-1)
+    ahead = jnp.cumsum(probabilities, axis=-1) - probabilities
+    drawn = jax.vmap(jax.random.categorical)(keys, jnp.where(ahead < top_p, ranked, -jnp.inf))
+    return jnp.take_along_axis(order, drawn[:, None], axis=-1)[:, 0].astype(jnp.int32)

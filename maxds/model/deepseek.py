@@ -1,0 +1,289 @@
+"""The model: embedding -> dense layers -> MoE layers -> head, and MTP modules beside it -> losses.
+
+Losses are sums over this device's tokens, each with the weight (a count) that the step divides it
+by once it is known for the whole global batch: so neither the number of devices nor the number of
+parts that a batch is accumulated over changes what a term is worth.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from maxds import params as params_lib
+from maxds import schedule
+from maxds.config import Config, Model
+from maxds.model import attention, moe, ops
+from maxds.model.moe import Stream
+from maxds.params import Exchange, Param, Tree
+
+
+@flax.struct.dataclass
+class Mtp:
+    """Weights of the MTP modules, stacked over depth (V3, section 2.2). Embedding and head are the model's."""
+
+    embed_norm: Tree  # [D]
+    hidden_norm: Tree  # [D]
+    projection: Tree  # [2D D]: of the embedding of the token ahead, then the hidden state
+    layer: Any  # {attention, dispatch, experts}
+
+
+@flax.struct.dataclass
+class Weights:
+    """Every weight of the model. Layers are stacked on a leading axis."""
+
+    embed: Tree  # [V D]
+    dense_layers: dict[str, Tree] | None  # {attention, mlp}
+    moe_layers: dict[str, Tree]  # {attention, dispatch, experts}
+    mtp: Any  # Mtp, or None
+    norm: Tree  # [D]
+    head: Tree | None  # [D V]; None: the embedding, transposed
+
+
+@flax.struct.dataclass
+class Context:
+    """What every layer is given of a microbatch."""
+
+    segments: jax.Array  # [B S] int32; 0: padding
+    rope: tuple[jax.Array, jax.Array]  # cos, sin [B S qk_rope_head_dim / 2]
+
+
+def declare(c: Model) -> Weights:
+    """Every weight's shape, sharding and start. Allocates nothing."""
+    d, std = c.hidden_size, c.initializer_range
+    attend = attention.declare(c)
+    layer = {"attention": attend, "dispatch": moe.declare_dispatch(c), "experts": moe.declare_experts(c)}
+    dense = {"attention": attend, "mlp": moe.declare_dense(c)}
+    projection = Param((2 * d, d), P("fsdp"), "io", std)
+    mtp = Mtp(embed_norm=attention.norm(d), hidden_norm=attention.norm(d), projection=projection, layer=layer)
+    modules = c.num_nextn_predict_layers
+    return Weights(
+        embed=Param((c.vocab_size, d), P(None, "fsdp"), std=std),
+        dense_layers=params_lib.stacked(dense, c.first_k_dense_replace) if c.first_k_dense_replace else None,
+        moe_layers=params_lib.stacked(layer, c.num_moe_layers),
+        mtp=params_lib.stacked(mtp, modules) if modules else None,
+        norm=attention.norm(d),
+        head=None if c.tie_word_embeddings else Param((d, c.vocab_size), P("fsdp"), std=std),
+    )
+
+
+def router_bias(c: Model) -> dict[str, jax.Array]:
+    """The selection bias of every router, float32 [layers E], zero to start with; empty where the model has none."""
+    stacks = {"moe_layers": c.num_moe_layers, "mtp": c.num_nextn_predict_layers}
+    return {k: jnp.zeros((n, c.n_routed_experts), jnp.float32) for k, n in stacks.items() if n and c.has_router_bias}
+
+
+# ------------------------------------------------------------------------------------------ layers
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """The model bound to its config: what the step, evaluation and sampling call inside `shard_map`."""
+
+    config: Config
+
+    @property
+    def model(self) -> Model:
+        """The model section of the config."""
+        return self.config.model
+
+    @functools.cached_property
+    def declared(self) -> Weights:
+        """Every weight, declared."""
+        return declare(self.model)
+
+    @property
+    def microbatches(self) -> int:
+        """Parts that a device's batch is split into."""
+        return 2 if self.config.schedule.kind == "batch_split" else 1
+
+    def exchange(self, declared: Tree) -> Exchange:
+        """How weights of this declaration travel. Stacked weights travel a layer at a time."""
+        precision = self.config.precision
+        return Exchange(declared, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
+
+    def chain(self, stacked: Tree) -> schedule.Run:
+        """The schedule of config, over a stack of layers declared like this."""
+        declared = params_lib.unstacked(stacked)
+        chosen, layer = self.config.schedule, self.layer(declared)
+        if chosen.kind == "batch_split":
+            return schedule.batch_split(layer, self.exchange(declared), chosen.offload)
+        policy = {
+            "full": None,
+            "none": schedule.recompute_nothing,
+            "named": jax.checkpoint_policies.save_and_offload_only_these_names(
+                names_which_can_be_saved=(*chosen.keep, "routing"),  # rows that are kept lie in its order
+                names_which_can_be_offloaded=chosen.offload,
+                offload_src="device",
+                offload_dst="pinned_host",
+            ),
+        }
+        return schedule.plain(layer, self.exchange(declared), policy[chosen.remat])
+
+    def layer(self, declared: dict[str, Tree]) -> schedule.Layer:
+        """A dense or an MoE layer, as the declaration says."""
+        c = self.model
+        attend = schedule.Stage("attention", functools.partial(attention.attend, c), keep_input=True)
+        if "mlp" in declared:
+            mlp = schedule.Stage("mlp", functools.partial(moe.dense, c), keep_input=True)
+            return schedule.Layer((attend, mlp), combine=_same, pending=_same, observe=lambda kept: {})
+        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c), keep_input=True)
+        experts = schedule.Stage("experts", functools.partial(moe.experts, c, self.config.schedule.capacity))
+        return schedule.Layer(
+            (attend, dispatch, experts),
+            combine=moe.combine,
+            pending=moe.pending,
+            observe=lambda kept: {"load": moe.load(c, kept["routing"][0])},
+        )
+
+    # -------------------------------------------------------------------------------- forward
+
+    def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """[V D], [B S] -> [B S D] in the compute dtype. Negative tokens read as token 0; nothing may depend on them."""
+        return jnp.take(table, jnp.maximum(tokens, 0), axis=0)
+
+    def trunk(self, weights: Weights, bias: dict, table: jax.Array, batches: Sequence[dict]):
+        """All layers of the main model on microbatches -> streams before the final norm, expert loads [L E]."""
+        contexts = [self.context(b) for b in batches]
+        xs = [Stream(self.embed(table, b["tokens"]), jnp.zeros((), jnp.float32)) for b in batches]
+        if weights.dense_layers is not None:
+            with jax.named_scope("dense_layers"):
+                xs, _ = self.chain(self.declared.dense_layers)(weights.dense_layers, None, xs, contexts)
+        with jax.named_scope("moe_layers"):
+            chain = self.chain(self.declared.moe_layers)
+            xs, seen = chain(weights.moe_layers, bias.get("moe_layers"), xs, contexts)
+        return xs, contexts, seen["load"]
+
+    def context(self, batch: dict) -> Context:
+        """What the layers are given of a microbatch."""
+        return Context(batch["segments"], ops.rope_table(self.model, batch["positions"]))
+
+    def mtp(self, weights: Mtp, bias, table, xs, contexts, batches):
+        """The MTP modules: of each depth, the streams and targets of each microbatch; expert loads [depths E]."""
+        found, loads = [], []
+        targets = [b["targets"] for b in batches]
+        declared = self.declared.mtp
+        chain, entry = self.chain(declared.layer), self.exchange(_without_layer(params_lib.unstacked(declared)))
+        for depth in range(self.model.num_nextn_predict_layers):
+            w = entry.fetch(schedule.at(_without_layer(weights), depth))
+            xs = [self._enter_mtp(w, table, x, t) for x, t in zip(xs, targets, strict=True)]
+            present = [self._only_before(t, c) for t, c in zip(targets, contexts, strict=True)]
+            layer, layer_bias = jax.tree.map(lambda a, i=depth: a[i : i + 1], (weights.layer, bias))
+            with jax.named_scope("mtp"):
+                xs, seen = chain(layer, layer_bias, xs, present)
+            targets = [shift(t, b["segments"]) for t, b in zip(targets, batches, strict=True)]
+            found.append((xs, targets))
+            loads.append(seen["load"])
+        return found, jnp.concatenate(loads)
+
+    def _enter_mtp(self, w: Mtp, table, x: Stream, ahead: jax.Array) -> Stream:
+        """Joins the hidden state with the embedding of the next token, `ahead` [B S] (V3, eq. 21)."""
+        eps = self.model.rms_norm_eps
+        embedded = ops.rms_norm(self.embed(table, ahead), w.embed_norm, eps)
+        hidden = ops.rms_norm(x.h, w.hidden_norm, eps)
+        return dataclasses.replace(x, h=jnp.concatenate([embedded, hidden], axis=-1) @ w.projection)
+
+    def _only_before(self, ahead: jax.Array, context: Context) -> Context:
+        """Makes padding of the positions that nothing follows: there is no token for them to join."""
+        return dataclasses.replace(context, segments=jnp.where(ahead < 0, 0, context.segments))
+
+    def outer(self, weights: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Gathered embedding [V D], final norm [D] and head [D V]."""
+        declared, names = self.declared, ("embed", "norm", "head")
+        w = self.exchange({n: getattr(declared, n) for n in names}).fetch({n: getattr(weights, n) for n in names})
+        return w["embed"], w["norm"], w["embed"].T if w["head"] is None else w["head"]
+
+    def split(self, batch: dict) -> list[dict]:
+        """The microbatches of a device's batch: two for batch_split, else one."""
+        parts = self.microbatches
+        return [jax.tree.map(lambda a, i=i: jnp.split(a, parts)[i], batch) for i in range(parts)]
+
+    # ----------------------------------------------------------------------------------- loss
+
+    def objective(self, weights: Weights, bias: dict, batch: dict, scales: dict[str, jax.Array]):
+        """The loss of one device's batch, to be differentiated.
+
+        Args:
+          weights: this device's shards.
+          bias: as `router_bias`.
+          batch: int32 [B S] `tokens`, `targets` (-1: none), `segments`, `positions`.
+          scales: what each term's sum is multiplied by: its coefficient / its global weight.
+
+        Returns:
+          sum of scale * sum over the terms; {term: sum}, {stack: expert load [L E] int32}.
+        """
+        table, norm, head = self.outer(weights)
+        batches = self.split(batch)
+        xs, contexts, load = self.trunk(weights, bias, table, batches)
+        head_loss = functools.partial(self._head_loss, norm, head)
+        total, sums = head_loss(xs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
+        terms: dict[str, Any] = {"main": sums["nll"], "z_loss": sums["z"]}
+        loads = {"moe_layers": load}
+        if weights.mtp is not None:
+            found, loads["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), table, xs, contexts, batches)
+            for depth, (xs, targets) in enumerate(found):
+                term = mtp_term(depth)
+                more, sums = head_loss(xs, targets, (scales[term], jnp.zeros(())))
+                total, terms[term] = total + more, sums["nll"]
+        terms["balance"] = sum(x.balance for x in xs)  # the last streams carry that of all layers, MTP modules' too
+        return total + scales["balance"] * terms["balance"], (jax.tree.map(lax.stop_gradient, terms), loads)
+
+    def _head_loss(self, norm, head, xs, targets, weights):
+        h = jnp.concatenate([x.h.reshape(-1, x.h.shape[-1]) for x in xs])
+        h = ops.rms_norm(h, norm, self.model.rms_norm_eps)
+        joined = jnp.concatenate([t.reshape(-1) for t in targets])
+        with jax.named_scope("head"):
+            return ops.cross_entropy(h, head, joined, weights, self.config.loss.chunk_tokens)
+
+    def coefficients(self) -> dict[str, float]:
+        """Term -> what it counts for in the objective. Terms of coefficient 0 are disabled."""
+        loss, modules = self.config.loss, self.model.num_nextn_predict_layers
+        mtp = {mtp_term(depth): loss.mtp / modules for depth in range(modules)}
+        return {"main": 1.0, "z_loss": loss.z_loss, "balance": loss.balance} | mtp
+
+    def counts(self, batch: dict) -> dict[str, jax.Array]:
+        """Term -> what its sum is averaged over, int32, of this device: tokens with a target, or sequences."""
+        targets, segments = batch["targets"], batch["segments"]
+        tokens = _count(targets >= 0)
+        found = {"main": tokens, "z_loss": tokens, "balance": _count(jnp.any(segments > 0, axis=-1))}
+        for depth in range(self.model.num_nextn_predict_layers):
+            targets = shift(targets, segments)
+            found[mtp_term(depth)] = _count(targets >= 0)
+        return found
+
+    def logits(self, weights: Weights, bias: dict, batch: dict) -> jax.Array:
+        """Logits [B S V] float32 of one device's batch."""
+        table, norm, head = self.outer(weights)
+        xs, _, _ = self.trunk(weights, bias, table, self.split(batch))
+        h = ops.rms_norm(jnp.concatenate([x.h for x in xs]), norm, self.model.rms_norm_eps)
+        return jnp.einsum("bsd,dv->bsv", h, head, preferred_element_type=jnp.float32)
+
+
+def _without_layer(mtp: Mtp) -> Mtp:
+    return dataclasses.replace(mtp, layer=None)
+
+
+def mtp_term(depth: int) -> str:
+    """The name of the loss term of an MTP module, counted from 0."""
+    return f"mtp_{depth + 1}"
+
+
+def shift(targets: jax.Array, segments: jax.Array) -> jax.Array:
+    """Targets [… S] one further ahead; -1 where that leaves the document or the row."""
+    same = segments[..., 1:] == segments[..., :-1]
+    pad = [(0, 0)] * (targets.ndim - 1) + [(0, 1)]
+    return jnp.pad(jnp.where(same, targets[..., 1:], -1), pad, constant_values=-1)
+
+
+def _count(mask: jax.Array) -> jax.Array:
+    return jnp.sum(mask, dtype=jnp.int32)
+
+
+def _same(x: Tree) -> Tree:
+    return x

@@ -1,0 +1,208 @@
+"""The two kernels of a decoder layer, chosen per backend here and nowhere else.
+
+Both can be replayed: what the forward pass computed is handed back as `kept`, the work is not done
+again, and the gradient flows as if it had been.
+
+| kernel         | CPU                                  | GPU, TPU         |
+|----------------|--------------------------------------|------------------|
+| attention      | XLA, by blocks of queries            | the same         |
+| grouped matmul | a loop over blocks of rows (below)   | `lax.ragged_dot` |
+
+On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
+ROW_BLOCK = 128  # rows of one expert multiplied at a time on CPU
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kept: tuple[jax.Array, jax.Array] | None = None
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Causal attention within documents.
+
+    Args:
+      q: [B S N H], already multiplied by the softmax scale.
+      k: [B S N H].
+      v: [B S N Hv].
+      segments: [B S] int32; a query sees the keys of its own segment.
+      kept: what an earlier call returned as kept; the forward pass is then not computed.
+
+    Returns:
+      The output [B S N Hv], and what to keep of it: (output, log-sum-exp of the scores [B N S] float32).
+    """
+    out, lse = _attention(q, k, v, segments, kept)
+    return out, (out, lse)
+
+
+@jax.custom_vjp
+def _attention(q, k, v, segments, kept):
+    return _attend(q, k, v, segments) if kept is None else kept
+
+
+def _attention_forward(q, k, v, segments, kept):
+    out, lse = _attention(q, k, v, segments, kept)
+    out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
+    return (out, lse), (q, k, v, segments, kept, out, lse)
+
+
+def _attention_backward(residuals, cotangents):
+    q, k, v, segments, kept, out, lse = residuals
+    dout, _ = cotangents
+    dq, dk, dv = _attend_backward(q, k, v, segments, out, lse, dout)
+    return dq, dk, dv, None, jax.tree.map(jnp.zeros_like, kept)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _blocks(x: jax.Array, axis: int) -> jax.Array:
+    """Splits the sequence axis into a leading axis of query blocks: [n ... block ...]."""
+    size = x.shape[axis]
+    block = QUERY_BLOCK if size % QUERY_BLOCK == 0 else size
+    return jnp.moveaxis(x.reshape(*x.shape[:axis], size // block, block, *x.shape[axis + 1 :]), axis, 0)
+
+
+def _joined(x: jax.Array, axis: int) -> jax.Array:
+    """The inverse of `_blocks`."""
+    x = jnp.moveaxis(x, 0, axis)
+    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+
+
+def _scores(q, k, segments_q, segments, index):
+    """Masked scores [B N Q S] in float32 of one block of queries."""
+    scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
+    query = index * q.shape[1] + jnp.arange(q.shape[1])
+    causal = query[:, None] >= jnp.arange(k.shape[1])
+    return jnp.where(causal & (segments_q[:, None, :, None] == segments[:, None, None, :]), scores, -jnp.inf)
+
+
+def _attend(q, k, v, segments):
+    def block(args):
+        q, segments_q, index = args
+        scores = _scores(q, k, segments_q, segments, index)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)  # to the bit those of the backward pass
+        return jnp.einsum("bnqk,bknh->bqnh", weights, v), lse
+
+    queries = _blocks(q, 1)
+    out, lse = lax.map(block, (queries, _blocks(segments, 1), jnp.arange(len(queries))))
+    return _joined(out, 1), _joined(lse, 2)
+
+
+def _attend_backward(q, k, v, segments, out, lse, dout):
+    def block(carry, args):
+        dk, dv = carry
+        q, segments_q, out, lse, dout, index = args
+        weights = jnp.exp(_scores(q, k, segments_q, segments, index) - lse[..., None])
+        dv += jnp.einsum("bnqk,bqnh->bknh", weights.astype(v.dtype), dout, preferred_element_type=jnp.float32)
+        dweights = jnp.einsum("bqnh,bknh->bnqk", dout, v, preferred_element_type=jnp.float32)
+        delta = jnp.einsum("bqnh,bqnh->bnq", dout, out, preferred_element_type=jnp.float32)
+        dscores = (weights * (dweights - delta[..., None])).astype(q.dtype)
+        dk += jnp.einsum("bnqk,bqnh->bknh", dscores, q, preferred_element_type=jnp.float32)
+        return (dk, dv), jnp.einsum("bnqk,bknh->bqnh", dscores, k)
+
+    queries = _blocks(q, 1)
+    start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    blocks = queries, _blocks(segments, 1), _blocks(out, 1), _blocks(lse, 2), _blocks(dout, 1), jnp.arange(len(queries))
+    (dk, dv), dq = lax.scan(block, start, blocks)
+    return _joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+# --------------------------------------------------------------------------------- grouped matmul
+
+
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+    """Multiplies rows, sorted by group, by the matrix of their group.
+
+    Args:
+      x: [R I].
+      w: [G I O].
+      sizes: [G] int32: how many rows each group has. Rows past their sum give zero.
+      kept: the result of an earlier call; it is then returned as it is.
+
+    Returns:
+      [R O].
+    """
+    return _grouped_matmul(x, w, sizes, kept)
+
+
+@jax.custom_vjp
+def _grouped_matmul(x, w, sizes, kept):
+    return _multiply(x, w, sizes) if kept is None else kept
+
+
+def _grouped_matmul_backward(residuals, dy):
+    x, w, sizes, kept = residuals
+    dx = _multiply(dy, w.swapaxes(1, 2), sizes)
+    dw = _multiply_transposed(x, dy, sizes)
+    return dx, dw, None, jax.tree.map(jnp.zeros_like, kept)
+
+
+_grouped_matmul.defvjp(lambda *args: (_grouped_matmul(*args), args), _grouped_matmul_backward)
+
+
+@functools.partial(jax.jit, inline=False)
+def _multiply(x, w, sizes):
+    return lax.platform_dependent(x, w, sizes, cpu=_multiply_by_blocks, default=lax.ragged_dot)
+
+
+@functools.partial(jax.jit, inline=False)
+def _multiply_transposed(x, dy, sizes):
+    """[R I], [R O] -> [G I O]: the sum of the outer products of each group's rows."""
+
+    def ragged(x, dy, sizes):
+        numbers = lax.RaggedDotDimensionNumbers(((((0,), (0,)), ((), ()))), (0,), ())
+        return lax.ragged_dot_general(x, dy, sizes, numbers)
+
+    return lax.platform_dependent(x, dy, sizes, cpu=_multiply_transposed_by_blocks, default=ragged)
+
+
+def _row_blocks(sizes):
+    """Function of a block's index -> (its group, its first row, the end of the group's rows); the number of blocks."""
+    ends = jnp.cumsum(sizes)
+    counts = (sizes + ROW_BLOCK - 1) // ROW_BLOCK
+    last = jnp.cumsum(counts)
+
+    def block(i):
+        group = jnp.searchsorted(last, i, side="right", method="compare_all")
+        first = ends[group] - sizes[group] + (i - last[group] + counts[group]) * ROW_BLOCK
+        return group, first, ends[group]
+
+    return block, last[-1]
+
+
+def _multiply_by_blocks(x, w, sizes):
+    block, count = _row_blocks(sizes)
+    padded = jnp.pad(x, ((0, ROW_BLOCK), (0, 0)))
+
+    def body(i, out):
+        group, first, _ = block(i)
+        rows = lax.dynamic_slice_in_dim(padded, first, ROW_BLOCK)
+        y = rows @ lax.dynamic_index_in_dim(w, group, keepdims=False)
+        return lax.dynamic_update_slice_in_dim(out, y, first, 0)  # the next group overwrites what runs past this one
+
+    out = lax.fori_loop(0, count, body, jnp.zeros((len(padded), w.shape[2]), x.dtype))[: len(x)]
+    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], out, 0)
+
+
+def _multiply_transposed_by_blocks(x, dy, sizes):
+    block, count = _row_blocks(sizes)
+    x, dy = (jnp.pad(a, ((0, ROW_BLOCK), (0, 0))) for a in (x, dy))
+
+    def body(i, dw):
+        group, first, end = block(i)
+        own = (first + jnp.arange(ROW_BLOCK) < end)[:, None]
+        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, first, ROW_BLOCK), 0)
+        update = rows.T @ lax.dynamic_slice_in_dim(dy, first, ROW_BLOCK)
+        return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
+
+    return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), x.dtype))

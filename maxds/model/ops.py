@@ -1,0 +1,147 @@
+"""Normalization, MLP, rotary embedding, cross-entropy."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from maxds.config import Model
+
+
+def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
+    """x / rms(x) * scale over the last dimension, in float32; the result has x's dtype."""
+    y = x.astype(jnp.float32)
+    return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
+
+
+def swiglu(up: jax.Array) -> jax.Array:
+    """silu(gate) * up of a product [... 2F] whose first half is the gate."""
+    gate, up = jnp.split(up, 2, axis=-1)
+    return jax.nn.silu(gate) * up
+
+
+def up_product(x: jax.Array, w: jax.Array) -> jax.Array:
+    """[... D] by [D 2 F] -> [... 2F]: gate and up in one multiplication."""
+    return x @ w.reshape(w.shape[0], -1)
+
+
+# ----------------------------------------------------------------------------------- rotary embedding
+
+
+def rope_frequencies(config: Model) -> jax.Array:
+    """Radians per position of each pair of rotated dimensions [qk_rope_head_dim / 2]; YaRN if configured.
+
+    arXiv 2309.00071, section 3.2: dimensions that turn often within the original context keep their
+    frequency, those that turn rarely are slowed by `factor`, and between the two it is a ramp.
+    """
+    dim = config.qk_rope_head_dim
+    frequencies = config.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
+    yarn = config.rope_scaling
+    if yarn is None:
+        return frequencies
+
+    def dimension(turns: float) -> float:
+        positions = yarn.original_max_position_embeddings
+        return dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(dimension(yarn.beta_fast)), 0)
+    high = min(math.ceil(dimension(yarn.beta_slow)), dim - 1)
+    ramp = jnp.clip((jnp.arange(dim // 2) - low) / max(high - low, 0.001), 0, 1)
+    return frequencies * (1 - ramp) + frequencies / yarn.factor * ramp
+
+
+def yarn_mscale(factor: float, mscale: float) -> float:
+    """YaRN's attention temperature, 0.1 mscale ln(factor) + 1."""
+    return 0.1 * mscale * math.log(factor) + 1.0
+
+
+def rope_table(config: Model, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [B S qk_rope_head_dim / 2], float32, of positions [B S]."""
+    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    yarn, scale = config.rope_scaling, 1.0
+    if yarn is not None:
+        scale = yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def softmax_scale(config: Model) -> float:
+    """qk_head_dim^-0.5, times YaRN's temperature squared where `mscale_all_dim` is set."""
+    scale, yarn = config.qk_head_dim**-0.5, config.rope_scaling
+    if yarn is None or yarn.mscale_all_dim == 0:
+        return scale
+    return scale * yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (2j, 2j+1) of the last dimension of [B S ... dim] by the table's angles."""
+    cos, sin = (jnp.expand_dims(t, range(2, x.ndim - 1)) for t in table)
+    even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
+    return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape).astype(x.dtype)
+
+
+# -------------------------------------------------------------------------------------- cross-entropy
+
+
+def cross_entropy(
+    h: jax.Array, head: jax.Array, targets: jax.Array, weights: tuple[jax.Array, jax.Array], chunk: int
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Sums, over tokens, of -log p(target) and of logsumexp(logits)^2, each with its weight.
+
+    The logits of `chunk` tokens exist at a time, and are computed once: the gradient is made
+    together with the loss, and scaled when the cotangent comes.
+
+    Args:
+      h: [T D].
+      head: [D V].
+      targets: [T] int32; -1: no target.
+      weights: scalars, of the two sums.
+      chunk: tokens.
+
+    Returns:
+      The weighted sum, float32, and the sums that it consists of: `nll` and `z`.
+      Only the weighted sum is differentiable.
+    """
+    chunk = min(chunk, len(h))
+    pad = -len(h) % chunk
+    rows = jnp.pad(h, ((0, pad), (0, 0))).reshape(-1, chunk, h.shape[1])
+    targets = jnp.pad(targets, (0, pad), constant_values=-1).reshape(rows.shape[:2])
+    objective, sums = _cross_entropy(rows, head, targets, weights)
+    return objective, jax.tree.map(lax.stop_gradient, sums)
+
+
+def _chunk_loss(rows, head, targets, weights):
+    logits = jnp.einsum("td,dv->tv", rows, head, preferred_element_type=jnp.float32)
+    lse = jax.nn.logsumexp(logits, axis=-1)
+    valid = targets >= 0
+    picked = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
+    nll = jnp.sum(jnp.where(valid, lse - picked, 0))
+    z = jnp.sum(jnp.where(valid, lse * lse, 0))
+    return weights[0] * nll + weights[1] * z, {"nll": nll, "z": z}
+
+
+def _summed(chunks):
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), chunks)
+
+
+@jax.custom_vjp
+def _cross_entropy(rows, head, targets, weights):
+    return _summed(lax.map(lambda chunk: _chunk_loss(chunk[0], head, chunk[1], weights), (rows, targets)))
+
+
+def _cross_entropy_forward(rows, head, targets, weights):
+    def body(dhead, chunk):
+        loss = jax.value_and_grad(_chunk_loss, argnums=(0, 1), has_aux=True)
+        losses, (drows, more) = loss(chunk[0], head, chunk[1], weights)
+        return dhead + more.astype(jnp.float32), (losses, drows)
+
+    dhead, (losses, drows) = lax.scan(body, jnp.zeros(head.shape, jnp.float32), (rows, targets))
+    return _summed(losses), (drows, dhead.astype(head.dtype))
+
+
+def _cross_entropy_backward(residuals, cotangents):
+    scale = cotangents[0]
+    return *((d * scale.astype(d.dtype)) for d in residuals), None, None
+
+
+_cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)

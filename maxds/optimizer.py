@@ -1,0 +1,126 @@
+"""How weights change: the optax chain, the learning rate, and the update of the router bias."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from maxds import params as params_lib
+from maxds.config import Optimizer
+from maxds.params import Param, Tree
+
+
+def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
+    """Learning rate of the n-th update, counted from 0: linear warm-up to `lr`, then what `lr_schedule` says.
+
+    cosine       half a cosine, to min_lr_ratio * lr
+    wsd          constant, then linear to min_lr_ratio * lr over the last decay_fraction
+    deepseek_v3  in shares of V3's 14.8T tokens (section 4.2): constant to 10T, cosine to lr / 10 at
+                 14.3T, constant to 14.633T, then lr * 7.3 / 220
+    """
+    lr, warmup = config.lr, config.warmup_steps
+    rest = max(steps - warmup, 1)
+    warm = optax.linear_schedule(lr / max(warmup, 1), lr, max(warmup - 1, 1))
+    if config.lr_schedule == "cosine":
+        return optax.join_schedules([warm, optax.cosine_decay_schedule(lr, rest, config.min_lr_ratio)], [warmup])
+    if config.lr_schedule == "wsd":
+        decay = max(round(rest * config.decay_fraction), 1)
+        down = optax.linear_schedule(lr, lr * config.min_lr_ratio, decay)
+        return optax.join_schedules([warm, optax.constant_schedule(lr), down], [warmup, warmup + rest - decay])
+    ends = [max(round(steps * share / 14.8), warmup) for share in (10.0, 14.3, 14.633)]
+    parts = [
+        warm,
+        optax.constant_schedule(lr),
+        optax.cosine_decay_schedule(lr, max(ends[1] - ends[0], 1), 0.1),
+        optax.constant_schedule(lr * 0.1),
+        optax.constant_schedule(lr * 7.3 / 220),
+    ]
+    return optax.join_schedules(parts, [warmup, *ends])
+
+
+def make(config: Optimizer, steps: int, declared: Tree) -> optax.GradientTransformation:
+    """Clipping, AdamW or Muon, decoupled weight decay where the declaration allows it, learning rate."""
+    if config.kind == "muon":
+        direction = _muon(config, declared)
+    else:
+        direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
+        stored_as(jnp.dtype(config.state_dtype), declared, direction),
+        optax.add_decayed_weights(config.weight_decay, params_lib.decay_mask(declared)),
+        optax.scale_by_learning_rate(learning_rate(config, steps)),
+    )
+
+
+def _muon(config: Optimizer, declared: Tree) -> optax.GradientTransformation:
+    """Muon for hidden matrices, each one orthogonalized by itself; Adam for norms, embedding and head.
+
+    What is stacked (layers, experts, gate beside up) is many matrices; what has several input or
+    output dimensions (heads) is one. Updates have AdamW's RMS of 0.2, so that it can keep its
+    learning rate and decay (Moonlight, arXiv 2502.16982, section 2.2).
+    """
+    muon = optax.contrib.muon(
+        -1.0,  # optax scales by minus the learning rate: the direction itself is wanted here
+        beta=config.muon_momentum,
+        eps=config.eps,
+        muon_weight_dimension_numbers=params_lib.derive(_dimension_numbers, declared),
+        consistent_rms=0.2,
+    )
+    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)  # optax.contrib.muon's own has Nesterov's step
+    kinds = params_lib.derive(lambda p: "muon" if p.dims else "adam", declared)
+    return optax.partition({"muon": muon, "adam": adam}, kinds)
+
+
+def _dimension_numbers(p: Param) -> optax.contrib.MuonDimensionNumbers | optax.MaskedNode:
+    if not p.dims:
+        return optax.MaskedNode()
+    inputs, outputs = (tuple(i for i, letter in enumerate(p.dims) if letter == kind) for kind in "io")
+    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+
+
+def map_moments(fn: Callable[[Param, jax.Array], Tree], declared: Tree, state: Tree) -> Tree:
+    """Maps `fn(param, moment)` over what an optimizer state holds for each weight; the rest stays as it is."""
+
+    def is_masked(x: Tree) -> bool:
+        return isinstance(x, optax.MaskedNode)  # this weight is of another optimizer
+
+    def is_like_weights(x: Tree) -> bool:
+        return jax.tree.structure(x, is_leaf=is_masked) == structure
+
+    def one(p: Param, moment: Tree) -> Tree:
+        return moment if is_masked(moment) else fn(p, moment)
+
+    structure = jax.tree.structure(params_lib.derive(lambda _: 0, declared))
+    return jax.tree.map(
+        lambda x: params_lib.derive(one, declared, x) if is_like_weights(x) else x, state, is_leaf=is_like_weights
+    )
+
+
+def stored_as(dtype: jnp.dtype, declared: Tree, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner`, computing in float32 with moments that are stored in `dtype`."""
+
+    def cast(state: Tree, to: jnp.dtype) -> Tree:
+        return map_moments(lambda _, moment: moment.astype(to), declared, state)
+
+    def update(updates, state, params=None):
+        updates, state = inner.update(updates, cast(state, jnp.dtype(jnp.float32)), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
+
+
+def balance(bias: dict[str, jax.Array], load: dict[str, jax.Array], rate: float) -> dict[str, jax.Array]:
+    """Router bias after a step: up by `rate` for experts below the mean load, down for those above (V3, section 2.1.2).
+
+    Args:
+      bias: stack -> float32 [L E].
+      load: stack -> int32 [L E], tokens of the whole global batch that chose each expert.
+      rate: gamma.
+    """
+
+    def update(b: jax.Array, counts: jax.Array) -> jax.Array:
+        counts = counts.astype(jnp.float32)
+        return b + rate * jnp.sign(jnp.mean(counts, axis=-1, keepdims=True) - counts)
+
+    return {stack: update(b, load[stack]) for stack, b in bias.items()}

@@ -1,0 +1,199 @@
+"""Weights are declared once; everything else about them is derived from the declaration.
+
+    declaration -> shapes, shardings, init, counts, masks           (ordinary global arrays)
+                -> Exchange: gather, scatter, reduce, finish, fetch (inside shard_map: one device's program)
+
+The way of a gradient: `scatter` sums it over ICI and leaves each device its shard, `reduce` sums
+the shards over DCN, and `finish` sums the few weights that are too small to be split.
+"""
+
+import dataclasses
+import functools
+import math
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxds.mesh import AXES, MeshError
+
+Tree = Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Param:
+    """One weight: its shape, the mesh axis each dimension is split over, and how it starts.
+
+    `dims` has a letter for each dimension of a hidden matrix: i(nput) and o(utput) features,
+    b(atch) for stacked matrices. It is empty for what is not one (norms, embedding, head).
+    """
+
+    shape: tuple[int, ...]
+    spec: P
+    dims: str = ""
+    std: float | None = None  # None: ones
+    decay: bool = True
+    float32: bool = False  # not cast to the compute dtype
+
+    def stacked(self, n: int) -> "Param":
+        """`n` of these in one array."""
+        dims = "b" + self.dims if self.dims else ""
+        return dataclasses.replace(self, shape=(n, *self.shape), spec=P(None, *self.spec), dims=dims)
+
+    @property
+    def size(self) -> int:
+        """Numbers in the array."""
+        return math.prod(self.shape)
+
+
+def derive(fn: Callable, declared: Tree, *trees: Tree) -> Tree:
+    """Maps `fn(param, ...)` over a declaration and trees of its structure."""
+    return jax.tree.map(fn, declared, *trees, is_leaf=_is_param)
+
+
+def flatten(declared: Tree) -> dict[str, Param]:
+    """Path -> declaration, such as `moe_layers.experts.up`."""
+    leaves = jax.tree_util.tree_leaves_with_path(declared, is_leaf=_is_param)
+    return {name(path): p for path, p in leaves}
+
+
+def name(path: tuple) -> str:
+    """A path as a dotted name."""
+    return jax.tree_util.keystr(path, simple=True, separator=".")
+
+
+def _is_param(x: Any) -> bool:
+    return isinstance(x, Param)
+
+
+def stacked(declared: Tree, n: int) -> Tree:
+    """The declaration of a stack of `n` layers."""
+    return derive(lambda p: p.stacked(n), declared)
+
+
+def unstacked(declared: Tree) -> Tree:
+    """The declaration of one layer of a stack."""
+
+    def one(p: Param) -> Param:
+        return dataclasses.replace(p, shape=p.shape[1:], spec=P(*p.spec[1:]), dims=p.dims[1:])
+
+    return derive(one, declared)
+
+
+def specs(declared: Tree) -> Tree:
+    """The mesh axis that each dimension of each weight is split over."""
+    return derive(lambda p: p.spec, declared)
+
+
+def shardings(declared: Tree, mesh: Mesh) -> Tree:
+    """Where each weight lies."""
+    return derive(lambda p: NamedSharding(mesh, p.spec), declared)
+
+
+def decay_mask(declared: Tree) -> Tree:
+    """Whether weight decay applies to each weight."""
+    return derive(lambda p: p.decay, declared)
+
+
+def count(declared: Tree) -> int:
+    """Numbers in all weights."""
+    return sum(p.size for p in flatten(declared).values())
+
+
+def check(declared: Tree, sizes: dict[str, int]) -> None:
+    """Raises MeshError, naming every weight that the mesh cannot split evenly."""
+    wrong = [
+        f"{path} has {n} to split over mesh.{axis}={sizes[axis]}"
+        for path, p in flatten(declared).items()
+        for n, axis in zip(p.shape, p.spec, strict=False)
+        if axis is not None and n % sizes[axis]
+    ]
+    if wrong:
+        shown = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")
+        raise MeshError(f"the model does not fit the mesh: {shown}. Choose axis sizes that divide these dimensions")
+
+
+def init(declared: Tree, seed: jax.Array | int, dtype: jnp.dtype) -> Tree:
+    """Draws the weights. Each has the key of its own path: adding one never moves another.
+
+    They are the same on every mesh, but for last bits that a compiler rounds differently for shards of another shape.
+    What is stacked is drawn a layer at a time: drawing needs room for a few copies of what is drawn.
+    """
+
+    def one(path, p: Param) -> jax.Array:
+        if p.std is None:
+            return jnp.ones(p.shape, dtype)
+
+        def draw(shape: tuple[int, ...], key: jax.Array, std: float = p.std) -> jax.Array:
+            return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+
+        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name(path).encode()))
+        if len(p.shape) < 3:
+            return draw(p.shape, key)
+        return lax.map(functools.partial(draw, p.shape[1:]), jax.random.split(key, p.shape[0]))
+
+    return jax.tree_util.tree_map_with_path(one, declared, is_leaf=_is_param)
+
+
+# ---------------------------------------------------------------- inside shard_map: one device's program
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """How the weights of one declaration travel, and their gradients."""
+
+    declared: Tree
+    compute: jnp.dtype  # of gathered weights
+    reduced: jnp.dtype  # of the sums of gradients
+
+    def gather(self, shards: Tree) -> Tree:
+        """All-gathers FSDP shards. Routed experts stay split over `expert`: tokens travel, experts do not."""
+
+        def one(p: Param, x: jax.Array) -> jax.Array:
+            x = x.astype(jnp.float32 if p.float32 else self.compute)
+            return lax.all_gather(x, "fsdp", axis=p.spec.index("fsdp"), tiled=True) if "fsdp" in p.spec else x
+
+        return lax.optimization_barrier(derive(one, self.declared, shards))
+
+    def scatter(self, dw: Tree) -> Tree:
+        """The transpose of `gather`, and the sum over `expert` of what is not split over it."""
+
+        def one(p: Param, g: jax.Array) -> jax.Array:
+            if "fsdp" not in p.spec:
+                return g.astype(jnp.float32)
+            g = lax.psum_scatter(g.astype(self.reduced), "fsdp", scatter_dimension=p.spec.index("fsdp"), tiled=True)
+            return g if "expert" in p.spec else lax.psum(g, "expert")
+
+        return derive(one, self.declared, lax.optimization_barrier(dw))
+
+    def reduce(self, shards: Tree) -> Tree:
+        """Sums scattered gradients over `data`; only shards cross DCN."""
+
+        def one(p: Param, g: jax.Array) -> jax.Array:
+            return (lax.psum(g, "data") if "fsdp" in p.spec else g).astype(jnp.float32)
+
+        return derive(one, self.declared, shards)
+
+    def finish(self, grads: Tree) -> Tree:
+        """Sums the gradients of weights that are whole on every device: once a step, not once a layer."""
+        return derive(lambda p, g: g if "fsdp" in p.spec else lax.psum(g, AXES), self.declared, grads)
+
+    def fetch(self, shards: Tree) -> Tree:
+        """Gathered weights whose gradient finds its own way back: `scatter`, `reduce`, `finish`."""
+
+        @jax.custom_vjp
+        def run(shards):
+            return self.gather(shards)
+
+        def backward(_, dw):
+            grads = self.finish(self.reduce(self.scatter(dw)))
+            return (jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes),)
+
+        dtypes = jax.tree.map(lambda x: x.dtype, shards)
+        run.defvjp(lambda shards: (self.gather(shards), None), backward)
+        return run(shards)

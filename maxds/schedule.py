@@ -1,0 +1,252 @@
+"""How layers are chained: `plain`, and `batch_split` with its two interleaved microbatches.
+
+    compute | ATTENTION a | ATTENTION b | EXPERTS a  | EXPERTS b | ATTENTION a' | …   forward, one layer
+    comm    |             | DISPATCH a  | DISPATCH b | COMBINE a | COMBINE b    |     next layer's weights throughout
+                                                                 ^ b's combine is carried into the next layer
+
+A stage is one function, `fn(w, x, given, kept=None) -> (y, kept)`, of one microbatch. Without
+`kept` it computes everything and says what it wants kept for the backward pass. With `kept` it is
+replayed: the kept values stand in for the work that produced them. So the backward pass of a stage
+is `jax.vjp` of the same function, and what is recomputed is what was not kept.
+
+`plain` leaves the backward pass to JAX (scan and `jax.checkpoint`): the reference for the other.
+This file knows nothing of the model: `model/deepseek.py` brings the stages.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from maxds.params import Exchange
+
+Tree = Any
+Microbatches = list[Tree]
+
+
+class Given(NamedTuple):
+    """What a stage reads and no gradient flows to."""
+
+    layer: Tree  # of this layer: router bias
+    tokens: Tree  # of this microbatch: segment ids, positions
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One step of a decoder layer, applied to one microbatch at a time."""
+
+    name: str  # also the entry of the layer's weights that it reads
+    fn: Callable[..., tuple[Tree, dict[str, Tree]]]
+    keep_input: bool = False  # for the replay; otherwise the replay of the stage before brings it
+
+    def __call__(self, w: Tree, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict[str, Tree]]:
+        """Runs the stage with its own weights, under its name in profiles."""
+        with jax.named_scope(self.name):
+            return self.fn(w, x, given, kept)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A decoder layer, as a schedule sees it."""
+
+    stages: tuple[Stage, ...]
+    combine: Callable[[Tree], Tree]  # ends the layer; linear
+    pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument; linear
+    observe: Callable[[dict[str, Tree]], Tree]  # metrics read off the kept values of one microbatch
+
+
+Run = Callable[[Tree, Tree, Microbatches, Sequence[Tree]], tuple[Microbatches, Tree]]
+"""(stacked weights, stacked given, microbatches, their given) -> (microbatches, what `observe` saw of each layer)."""
+
+
+def total(trees: Sequence[Tree]) -> Tree:
+    """The sum of trees of one structure."""
+    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
+
+
+# ------------------------------------------------------------------------------------------ plain
+
+
+def plain(layer: Layer, exchange: Exchange, policy: Callable | None) -> Run:
+    """One layer after the other; the backward pass is JAX's, and `policy` says what it need not recompute."""
+
+    def one_layer(xs, params, given, contexts):
+        w = exchange.fetch(params)
+        outs, seen = [], []
+        for x, context in zip(xs, contexts, strict=True):
+            kept = {}
+            for stage in layer.stages:
+                x = jax.tree.map(lambda a, s=stage: checkpoint_name(a, f"{s.name}_input"), x) if stage.keep_input else x
+                x, more = stage(w[stage.name], x, Given(given, context))
+                kept |= more
+            outs.append(layer.combine(x))
+            seen.append(layer.observe(kept))
+        return outs, total(seen)
+
+    def run(params, given, xs, contexts):
+        body = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
+        return lax.scan(lambda xs, of_layer: body(xs, *of_layer, contexts), xs, (params, given))
+
+    return run
+
+
+def recompute_nothing(primitive, *_, **params) -> bool:
+    """A `jax.checkpoint` policy: keeps all but gathered weights, their views, and casts."""
+    gathered = primitive.name == "all_gather" and "fsdp" in params["axis_name"]
+    return not gathered and primitive.name not in ("optimization_barrier", "reshape", "convert_element_type")
+
+
+# ------------------------------------------------------------------------------------ batch split
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """What one layer hands from its forward to its backward pass: nothing else is kept."""
+
+    inputs: dict[str, Microbatches]  # of the stages that keep their input
+    kept: dict[str, list[dict[str, Tree]]]  # of each stage, by microbatch
+
+    def moved(self, names: Sequence[str], space: Any) -> "Tape":
+        """The tape with what `schedule.offload` names in host or device memory."""
+
+        def move(name: str, value: Tree) -> Tree:
+            return jax.tree.map(lambda a: jax.device_put(a, space), value) if name in names else value
+
+        inputs = {stage: move(f"{stage}_input", x) for stage, x in self.inputs.items()}
+        kept = {s: [{n: move(n, v) for n, v in k.items()} for k in by] for s, by in self.kept.items()}
+        return Tape(inputs, kept)
+
+
+def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches) -> list[Tree]:
+    """Maps `fn` over microbatches; none enters before the previous one has left.
+
+    The barrier ties only the one's output to the next one's input: a barrier over everything
+    would make a total order of the layer, and forbid the overlap that the schedule is for.
+    """
+    xs = list(xs)
+    for i in range(len(xs)):
+        out = fn(i, xs[i])
+        if i + 1 < len(xs):
+            out, xs[i + 1] = lax.optimization_barrier((out, xs[i + 1]))
+        xs[i] = out
+    return xs
+
+
+def transpose(linear: Callable[[Tree], Tree], like: Tree) -> Callable[[Tree], Tree]:
+    """The transpose of a linear function whose argument is `like` (shapes suffice)."""
+    _, pull = jax.vjp(linear, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like))
+    return lambda dy: pull(dy)[0]
+
+
+def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tuple[Microbatches, Tape]:
+    """One layer. Enters with the combine of microbatch b pending, and leaves so."""
+    a, b = xs
+    xs = [a, layer.combine(b)]  # b's combine travels while a attends
+    inputs, kept = {}, {}
+    for stage in layer.stages:
+        if stage.keep_input:
+            inputs[stage.name] = xs
+        outs = stagger(lambda i, x, s=stage: s(w[s.name], x, given[i]), xs)
+        xs, kept[stage.name] = (list(part) for part in zip(*outs, strict=True))
+    a, b = xs
+    return [layer.combine(a), b], Tape(inputs, kept)
+
+
+def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microbatches) -> tuple[Microbatches, Tree]:
+    """Mirror of `forward`: replay what was not kept, then pull the cotangents back through it."""
+    pulls, xs = {}, []
+    for stage in layer.stages:
+        xs = tape.inputs.get(stage.name, xs)
+        replayed = [
+            jax.vjp(lambda w, x, g=g, k=kept, s=stage: s(w, x, g, k)[0], w[stage.name], x)
+            for x, g, kept in zip(xs, given, tape.kept[stage.name], strict=True)
+        ]
+        xs, pulls[stage.name] = (list(part) for part in zip(*replayed, strict=True))
+    da, db = dxs
+    uncombine = transpose(layer.combine, jax.eval_shape(layer.pending, da))
+    dxs, dw = [uncombine(da), db], {}
+    for stage in reversed(layer.stages):
+        pull = pulls[stage.name]
+        outs = stagger(lambda i, dy, p=pull: p[1 - i](dy), dxs[::-1])  # b first: time runs backward
+        dws, dxs = (list(part) for part in zip(*outs[::-1], strict=True))
+        dw[stage.name] = total(dws)
+    da, db = dxs
+    return [da, uncombine(db)], dw
+
+
+def batch_split(layer: Layer, exchange: Exchange, offload: Sequence[str] = ()) -> Run:
+    """Two microbatches, weights gathered one layer ahead, gradients scattered one behind, reduced over DCN two behind.
+
+    No layer is peeled off the two scans, so the compiler sees one forward and one backward layer:
+    microbatch b enters with a pending combine that adds nothing. The last layer's gathered
+    weights are handed to the backward pass, which needs them first.
+    """
+
+    @jax.custom_vjp
+    def run(params, given, xs, contexts):
+        return run_forward(params, given, xs, contexts)[0]
+
+    def run_forward(params, given, xs, contexts):
+        num_layers = jax.tree.leaves(params)[0].shape[0]
+
+        def one_layer(carry, i):
+            xs, w = carry
+            w_next = exchange.gather(at(params, jnp.minimum(i + 1, num_layers - 1)))
+            xs, tape = forward(layer, w, [Given(at(given, i), c) for c in contexts], xs)
+            seen = total([layer.observe(_merged(tape, m)) for m in range(len(xs))])
+            return (xs, w_next), (tape.moved(offload, jax.memory.Space.Host), seen)
+
+        start = [xs[0], layer.pending(xs[1])], exchange.gather(at(params, 0))
+        (xs, w), (tapes, seen) = lax.scan(one_layer, start, jnp.arange(num_layers))
+        return ([xs[0], layer.combine(xs[1])], seen), (params, given, contexts, w, tapes)
+
+    def run_backward(residuals, cotangents):
+        params, given, contexts, w, tapes = residuals
+        num_layers = jax.tree.leaves(params)[0].shape[0]
+        (da, db), _ = cotangents
+
+        def one_layer(carry, of_layer):
+            dxs, w, dw_above, shards_above, grads = carry
+            tape, i = of_layer
+            w_below = exchange.gather(at(params, jnp.maximum(i - 1, 0)))
+            grads = put(grads, (i + 2) % num_layers, exchange.reduce(shards_above))  # zeros on the first two layers
+            shards = exchange.scatter(dw_above)
+            tape = tape.moved(offload, jax.memory.Space.Device)
+            dxs, dw = backward(layer, w, [Given(at(given, i), c) for c in contexts], tape, dxs)
+            return (dxs, w_below, dw, shards, grads), None
+
+        dw = jax.tree.map(jnp.zeros_like, w)
+        pending = jax.eval_shape(layer.pending, db)
+        start = [da, transpose(layer.combine, pending)(db)], w, dw, exchange.scatter(dw), zeros(params)
+        (dxs, _, dw, shards, grads), _ = lax.scan(one_layer, start, (tapes, jnp.arange(num_layers)), reverse=True)
+        grads = put(grads, 1 % num_layers, exchange.reduce(shards))
+        grads = put(grads, 0, exchange.reduce(exchange.scatter(dw)))
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), exchange.finish(grads), params)
+        return grads, None, [dxs[0], transpose(layer.pending, db)(dxs[1])], None
+
+    run.defvjp(run_forward, run_backward)
+    return run
+
+
+def _merged(tape: Tape, microbatch: int) -> dict[str, Tree]:
+    return {name: value for by in tape.kept.values() for name, value in by[microbatch].items()}
+
+
+def zeros(params: Tree) -> Tree:
+    """What gradients are summed into."""
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+
+def at(stacked: Tree, i: jax.Array | int) -> Tree:
+    """Layer `i` of stacked arrays. Slicing the stack instead would copy all parameters."""
+    return jax.tree.map(lambda a: lax.dynamic_index_in_dim(a, i, keepdims=False), stacked)
+
+
+def put(stacked: Tree, i: jax.Array | int, layer: Tree) -> Tree:
+    """Stacked arrays with layer `i` replaced."""
+    return jax.tree.map(lambda a, v: lax.dynamic_update_index_in_dim(a, v.astype(a.dtype), i, 0), stacked, layer)

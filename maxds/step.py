@@ -1,0 +1,252 @@
+"""One training step: the gradient (the one `shard_map`, communication explicit), the update, the metrics."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxds import mesh as mesh_lib
+from maxds import optimizer, params
+from maxds.config import Config
+from maxds.model import deepseek
+from maxds.params import Tree
+
+
+@flax.struct.dataclass
+class TrainState:
+    """What a step changes, and a checkpoint holds."""
+
+    step: jax.Array  # int32: batches consumed
+    params: Any  # deepseek.Weights
+    opt_state: Tree
+    router_bias: dict[str, jax.Array]  # stack -> float32 [L E]
+    typical_norm: jax.Array  # float32: running mean of the gradient norm; 0 before the first step
+
+
+@flax.struct.dataclass
+class Mode:
+    """What a call of the train step is for. Arrays, so that a probe runs the very program that trains."""
+
+    terms: dict[str, jax.Array]  # term -> 1., or 0. to leave it out
+    update: jax.Array  # bool: whether the state changes
+
+
+@dataclasses.dataclass(frozen=True)
+class Stepper:
+    """The compiled programs of a run. Build it with `make`."""
+
+    config: Config
+    mesh: Mesh
+    network: deepseek.Network
+    transform: optax.GradientTransformation
+
+    # --------------------------------------------------------------------------------- state
+
+    def _initial(self) -> TrainState:
+        config = self.config
+        weights = params.init(self.network.declared, config.seed, jnp.dtype(config.precision.params))
+        return TrainState(
+            step=jnp.zeros((), jnp.int32),
+            params=weights,
+            opt_state=self.transform.init(weights),
+            router_bias=deepseek.router_bias(config.model),
+            typical_norm=jnp.zeros((), jnp.float32),
+        )
+
+    @functools.cached_property
+    def abstract_state(self) -> TrainState:
+        """Shapes, dtypes and shardings of the state; no arrays."""
+        shapes = jax.eval_shape(self._initial)
+        return jax.tree.map(
+            lambda a, s: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=s), shapes, self._shardings(shapes)
+        )
+
+    def _shardings(self, shapes: TrainState) -> TrainState:
+        declared, mesh = self.network.declared, self.mesh
+        everywhere = jax.tree.map(lambda _: mesh_lib.replicated(mesh), shapes)
+        of_opt = optimizer.map_moments(lambda p, _: NamedSharding(mesh, p.spec), declared, everywhere.opt_state)
+        return dataclasses.replace(everywhere, params=params.shardings(declared, mesh), opt_state=of_opt)
+
+    def init(self) -> TrainState:
+        """A fresh state, drawn straight into its shards."""
+        out = jax.tree.map(lambda a: a.sharding, self.abstract_state)
+        return jax.jit(self._initial, out_shardings=out, compiler_options=self._compile_quickly)()
+
+    @property
+    def _compile_quickly(self) -> dict | None:
+        """Compiler options of a program that runs once: on CPUs, optimizing it would take longer than running it."""
+        on_cpu = self.mesh.devices.flat[0].platform == "cpu"
+        return {"xla_backend_optimization_level": 1} if on_cpu else None
+
+    # ---------------------------------------------------------------------------------- step
+
+    def train_step(self, state: TrainState, batch: dict, mode: Mode) -> tuple[TrainState, dict]:
+        """One optimizer step.
+
+        Args:
+          state: donated when jitted.
+          batch: int32 [global_batch S] `tokens`, `targets`, `segments`, `positions`.
+          mode: `self.training`, or a probe.
+
+        Returns:
+          The state; metrics: `loss`, `terms` (means), `tokens` (with a target), `grad_norm`, `learning_rate`,
+          `imbalance` (stack -> [L]: load of the busiest expert / mean load), `applied` (0 where the step was skipped).
+        """
+        grads, sums, counts, load = self.loss_and_grads(state.params, state.router_bias, batch, mode)
+        norm = optax.tree.norm(grads)
+        updates, opt_state = self.transform.update(grads, state.opt_state, state.params)
+        new = dataclasses.replace(
+            state,
+            params=optax.apply_updates(state.params, updates),
+            opt_state=opt_state,
+            router_bias=optimizer.balance(state.router_bias, load, self.config.loss.router_bias_rate),
+            typical_norm=jnp.where(state.typical_norm == 0, norm, 0.98 * state.typical_norm + 0.02 * norm),
+        )
+        sound = self._sound(norm, state.typical_norm) & mode.update
+        new = jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, state)
+        terms = {name: sums[name] / jnp.maximum(counts[name], 1).astype(jnp.float32) for name in sums}
+        coefficients = self.network.coefficients()
+        metrics = {
+            "loss": sum(coefficients[name] * terms[name] for name in terms if coefficients[name]),
+            "terms": {name: value for name, value in terms.items() if coefficients[name]},
+            "tokens": counts["main"],
+            "grad_norm": norm,
+            "learning_rate": self._learning_rate(state.step),
+            "imbalance": {stack: _imbalance(counts) for stack, counts in load.items()},
+            "applied": sound,
+        }
+        return dataclasses.replace(new, step=state.step + mode.update.astype(jnp.int32)), metrics
+
+    def _learning_rate(self, step):
+        return optimizer.learning_rate(self.config.optimizer, self.config.steps)(step)
+
+    def _sound(self, norm, typical):
+        """Whether a gradient of this norm is to be applied."""
+        spike = self.config.optimizer.skip_spike
+        finite = jnp.isfinite(norm)
+        return finite if spike is None else finite & ((typical == 0) | (norm < spike * typical))
+
+    def loss_and_grads(self, weights, bias, batch, mode: Mode):
+        """Gradients (sharded as the weights); sums and counts of each term; expert loads: of the whole global batch."""
+        spec, batch_spec = params.specs(self.network.declared), mesh_lib.BATCH
+        return jax.shard_map(
+            self._per_device,
+            mesh=self.mesh,
+            in_specs=(spec, P(), batch_spec, P()),
+            out_specs=(spec, P(), P(), P()),
+            check_vma=False,
+        )(weights, bias, batch, mode.terms)
+
+    @jax.numpy_dtype_promotion("strict")
+    def _per_device(self, weights, bias, batch, enabled):
+        network, parts = self.network, self.config.optimizer.accumulate_steps
+        counts = lax.psum(network.counts(batch), mesh_lib.AXES)
+        coefficients = network.coefficients()
+        scales = {
+            name: enabled[name] * coefficients[name] / jnp.maximum(count, 1).astype(jnp.float32)
+            for name, count in counts.items()
+        }
+        differentiate = jax.grad(network.objective, has_aux=True)
+        if parts == 1:
+            grads, aux = differentiate(weights, bias, batch, scales)
+        else:
+            batches = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
+            add = functools.partial(jax.tree.map, jnp.add)
+
+            def part(total, batch):
+                return add(total, differentiate(weights, bias, batch, scales)), None
+
+            shapes = jax.eval_shape(differentiate, weights, bias, jax.tree.map(lambda a: a[0], batches), scales)
+            zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+            (grads, aux), _ = lax.scan(part, zeros, batches)
+        sums, load = lax.psum(aux, mesh_lib.AXES)
+        return grads, sums, counts, load
+
+    @functools.cached_property
+    def train(self):
+        """`train_step`, jitted; donates the state."""
+        return jax.jit(self.train_step, donate_argnums=0)
+
+    # ------------------------------------------------------------------------ evaluation
+
+    def eval_step(self, weights: deepseek.Weights, bias: dict, batch: dict) -> dict:
+        """Sums and counts of each term on a global batch: {"sums", "counts"}."""
+
+        def per_device(weights, bias, batch):
+            network = self.network
+            scales = dict.fromkeys(network.coefficients(), jnp.zeros((), jnp.float32))
+            _, (sums, _) = network.objective(weights, bias, batch, scales)
+            return lax.psum({"sums": sums, "counts": network.counts(batch)}, mesh_lib.AXES)
+
+        specs = params.specs(self.network.declared), P(), mesh_lib.BATCH
+        return jax.shard_map(per_device, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)(
+            weights, bias, batch
+        )
+
+    @functools.cached_property
+    def evaluate(self):
+        """`eval_step`, jitted."""
+        return jax.jit(self.eval_step)
+
+    # --------------------------------------------------------------------------- modes
+
+    @functools.cached_property
+    def training(self) -> Mode:
+        """The mode of an ordinary step."""
+        return self._mode(self.network.coefficients(), update=True)
+
+    def probe(self, term: str) -> Mode:
+        """The mode that computes the gradient of one term alone, and leaves the state as it is."""
+        return self._mode((term,), update=False)
+
+    def _mode(self, terms, *, update: bool) -> Mode:
+        on = {name: jnp.float32(name in terms) for name in self.network.coefficients()}
+        return jax.device_put(Mode(on, jnp.bool(update)), mesh_lib.replicated(self.mesh))
+
+    @functools.cached_property
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes of a global batch."""
+        data, sharding = self.config.data, mesh_lib.batch_sharding(self.mesh)
+        row = jax.ShapeDtypeStruct((data.global_batch, data.sequence_length), jnp.int32, sharding=sharding)
+        return dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
+
+    def compile(self):
+        """`train_step`, compiled; donates the state."""
+        return self.train.lower(self.abstract_state, self.abstract_batch, self.training).compile()
+
+    def batch(self, rows: dict) -> dict:
+        """A global batch out of the rows of this process, int32 [global_batch / processes S]."""
+        sharding = mesh_lib.batch_sharding(self.mesh)
+        return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in rows.items()}
+
+
+def _imbalance(counts: jax.Array) -> jax.Array:
+    """[L E] -> [L]: load of the busiest expert over the mean load; 1 is perfect."""
+    counts = counts.astype(jnp.float32)
+    return jnp.max(counts, axis=-1) / jnp.maximum(jnp.mean(counts, axis=-1), 1e-9)
+
+
+def make(config: Config, mesh: Mesh) -> Stepper:
+    """The programs of a run on this mesh.
+
+    Raises:
+      mesh.MeshError: the model or the batch does not fit the mesh.
+    """
+    network = deepseek.Network(config)
+    params.check(network.declared, dict(mesh.shape))
+    parts = config.optimizer.accumulate_steps
+    mesh_lib.check_rows(
+        mesh,
+        config.data.global_batch,
+        per_device=parts * network.microbatches,
+        what="data.global_batch",
+    )
+    transform = optimizer.make(config.optimizer, config.steps, network.declared)
+    return Stepper(config, mesh, network, transform)

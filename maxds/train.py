@@ -1,0 +1,156 @@
+"""The command: python -m maxds.train CONFIG.yaml [key=value ...]
+
+exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIGINT; saved, resumes when run again
+          1   a defect of maxds or the machine     4   loss or gradient stopped being finite
+          2   a mistake in the config, data, mesh or checkpoints, in one message
+"""
+
+import sys
+
+import jax
+from absl import flags
+from etils import epath
+
+from maxds import checkpoint, command, describe, generate, loader, loop, metrics, report, trained
+from maxds import data as data_lib
+from maxds import mesh as mesh_lib
+from maxds import step as step_lib
+from maxds.config import Config
+
+_PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print every key, its value and its origin, and exit.")
+_DESCRIBE = flags.DEFINE_bool("describe", False, "Print parameters, FLOPs and bytes per device, and exit.")
+_DEVICES = flags.DEFINE_integer("devices", None, "For --describe: how many devices the mesh is to cover.")
+
+MISTAKES = (
+    loader.ConfigError,
+    data_lib.DataError,
+    mesh_lib.MeshError,
+    checkpoint.CheckpointError,
+    loop.TermError,
+    trained.UseError,
+)
+
+
+def main(args: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    if len(args) < 2:
+        print(
+            "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--print_config | --describe [--devices=N]]",
+            file=sys.stderr,
+        )
+        return 2
+    try:
+        config, tree = loader.load(Config, args[1], args[2:])
+        if _PRINT_CONFIG.value:
+            print(loader.render(config, tree), end="")
+        elif _DESCRIBE.value:
+            print(describe.describe(config, _DEVICES.value))
+        else:
+            return run(config, loader.render(config, tree))
+    except MISTAKES as error:
+        print(error, file=sys.stderr)
+        return 2
+    except loop.NonFiniteError as error:
+        print(error, file=sys.stderr)
+        return 4
+    return 0
+
+
+def run(config: Config, text: str) -> int:
+    """Trains; `text` is the config to leave in the run's folder. Returns the exit code."""
+    mesh_lib.use_compile_cache(config.compile_cache)
+    mesh_lib.initialize(config.mesh)
+    with metrics.Log(config, primary=jax.process_index() == 0) as log:
+        stepper, data = make_stepper(config, log), open_data(config, log)
+        with checkpoint.open_run(config, log.note) as saved, loop.Stop().listening() as stop:
+            with log.phase("state") as phase:
+                state, phase.detail = restore_or_init(saved, stepper, data, log)
+            done = int(state.step)
+            if done >= config.steps:
+                log.note(f"nothing to do: {config.run_dir} has {done} of steps={config.steps}; raise steps to go on")
+                return 0
+            leave_config(config, text)
+            with log.phase("compile") as phase:
+                program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
+            log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
+            training = loop.Loop(config, stepper, data, saved, log, state, done, program, last_saved=done or None)
+            finished = training.run(stop)
+        if not finished:
+            log.note(f"stopped by {stop.name} after step {training.step}; run the same command to go on")
+            return 3
+        finish(config, training, log)
+    return 0
+
+
+def make_stepper(config: Config, log: metrics.Log) -> step_lib.Stepper:
+    """The programs of the run, on the devices present.
+
+    Raises:
+      MeshError: devices, mesh, model and batch do not fit each other.
+    """
+    with log.phase("mesh") as phase:
+        mesh = mesh_lib.make(config.mesh)
+        axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+        phase.detail = f"{axes} of {mesh.devices.flat[0].device_kind}"
+        return step_lib.make(config, mesh)
+
+
+def open_data(config: Config, log: metrics.Log) -> data_lib.Data:
+    """The data, after a look at what is only needed later: a run that must fail does so before it trains.
+
+    Raises:
+      DataError: it cannot be read, or there is too little of it.
+      UseError: the sample's prompt does not suit the model.
+    """
+    with log.phase("data") as phase:
+        data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, config.compile_cache)
+        if config.eval.every_steps is not None:
+            data.eval_batches(config.eval.batches, jax.process_index(), jax.process_count())
+        if config.sample is not None:
+            generate.encode(config.model, data.tokenizer, config.sample)
+        phase.detail = f"fingerprint {data.fingerprint[:12]}"
+        return data
+
+
+def restore_or_init(saved, stepper, data, log) -> tuple[step_lib.TrainState, str]:
+    """The state to start from, and where it came from.
+
+    Raises:
+      CheckpointError: there is a checkpoint, and it does not belong to this config or data.
+    """
+
+    def check(about: checkpoint.Saved) -> None:
+        changes = checkpoint.check_resumable(about, stepper.config, stepper.abstract_state, data.fingerprint)
+        for line in changes:
+            log.note(f"changed since checkpoint {about.step}: {line}")
+
+    state = saved.restore(stepper.abstract_state, check)
+    if state is None:
+        return stepper.init(), f"initialized from seed {stepper.config.seed}"
+    return state, f"restored from checkpoint {int(state.step)}"
+
+
+def leave_config(config: Config, text: str) -> None:
+    """Writes RUN/config.yaml, whole or not at all, from the first process."""
+    if jax.process_index() != 0:
+        return
+    folder = epath.Path(config.run_dir).expanduser()
+    folder.mkdir(parents=True, exist_ok=True)
+    partial = folder / "config.yaml.partial"
+    partial.write_text(text)
+    partial.replace(folder / "config.yaml")
+
+
+def finish(config: Config, training: loop.Loop, log: metrics.Log) -> None:
+    """What a finished run leaves behind besides its checkpoints: a picture, and a sample if config asks for one."""
+    log.flush()
+    if config.sample is not None:
+        text = generate.sample_text(training.stepper, training.state, training.data.tokenizer, config.sample)
+        if jax.process_index() == 0:
+            (epath.Path(config.run_dir).expanduser() / "sample.txt").write_text(text)
+    if jax.process_index() == 0:
+        log.note(f"picture     {report.write(config.run_dir)}")
+
+
+if __name__ == "__main__":
+    command.run(main)

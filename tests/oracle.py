@@ -1,0 +1,210 @@
+"""The model once more, from the papers and for nobody's hardware: NumPy, double precision, a loop for everything.
+
+It shares no code with maxds, only the names of weights. One document at a time, one head at a
+time, one token at a time; nothing is packed, batched, sorted or absorbed. Weights are complex, so that
+a slope can be had to full precision by the complex step: along d, it is Im f(w + i h d) / h.
+Therefore there is no absolute value and no conjugate here, and comparisons look at real parts.
+
+V2: arXiv 2405.04434; V3: arXiv 2412.19437; YaRN: arXiv 2309.00071.
+"""
+
+import math
+
+import numpy as np
+
+
+def norm(x, scale, eps):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * scale
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def softmax(x):
+    weights = np.exp(x - x.real.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True)
+
+
+def logsumexp(x):
+    top = x.real.max()
+    return top + np.log(np.exp(x - top).sum())
+
+
+def mlp(x, up, down):
+    """Up [D 2 F]: gate, then up."""
+    return (silu(x @ up[:, 0]) * (x @ up[:, 1])) @ down
+
+
+# ------------------------------------------------------------------------------------- attention
+
+
+def temperature(factor, mscale):
+    return 0.1 * mscale * math.log(factor) + 1 if factor > 1 else 1.0
+
+
+def frequency(c, j):
+    """Radians per position of pair j (YaRN, section 3.2)."""
+    dim, plain = c.qk_rope_head_dim, c.rope_theta ** (-2 * j / c.qk_rope_head_dim)
+    if (y := c.rope_scaling) is None:
+        return plain
+
+    def pair_that_turns(times):  # within the original context
+        wavelength = y.original_max_position_embeddings / times
+        return dim / 2 * math.log(wavelength / (2 * math.pi)) / math.log(c.rope_theta)
+
+    low, high = max(math.floor(pair_that_turns(y.beta_fast)), 0), min(math.ceil(pair_that_turns(y.beta_slow)), dim - 1)
+    slowed = min(max((j - low) / (high - low), 0), 1)
+    return slowed * plain / y.factor + (1 - slowed) * plain
+
+
+def rotate(c, x, position):
+    """Turns each pair of x [dim] as a complex number."""
+    y, out = c.rope_scaling, np.empty_like(x)
+    scale = temperature(y.factor, y.mscale) / temperature(y.factor, y.mscale_all_dim) if y else 1.0
+    for j in range(len(x) // 2):
+        cos, sin = (scale * f(position * frequency(c, j)) for f in (math.cos, math.sin))
+        a, b = x[2 * j], x[2 * j + 1]
+        out[2 * j], out[2 * j + 1] = a * cos - b * sin, a * sin + b * cos
+    return out
+
+
+def mla(c, w, x, positions):
+    """One document's attention, [n D] -> [n D] (V2, section 2.1.2: keys and values made explicit, nothing absorbed)."""
+    y, eps = c.rope_scaling, c.rms_norm_eps
+    scale = (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
+    if y and y.mscale_all_dim:
+        scale *= temperature(y.factor, y.mscale_all_dim) ** 2
+    latent = norm(x @ w.kv_down, w.kv_norm, eps)
+    rope_key = np.stack([rotate(c, k, p) for k, p in zip(x @ w.k_rope, positions, strict=True)])
+    source = x if c.q_lora_rank is None else norm(x @ w.q_down, w.q_norm, eps)
+    out = np.zeros_like(x)
+    for head in range(c.num_attention_heads):
+        query = source @ w.q_up[:, head]
+        keys = np.concatenate([latent @ w.k_up[:, head], rope_key], -1)
+        values = latent @ w.v_up[:, head]
+        for t, position in enumerate(positions):
+            nope, rope = query[t, : c.qk_nope_head_dim], query[t, c.qk_nope_head_dim :]
+            q = np.concatenate([nope, rotate(c, rope, position)])
+            out[t] += softmax(keys[: t + 1] @ q * scale) @ values[: t + 1] @ w.out[head]
+    return out
+
+
+# --------------------------------------------------------------------------------------- experts
+
+
+def route(c, scores, bias):
+    """Scores [E] of one token -> the experts it goes to. Ties go to the lower index."""
+    preference = scores.real if bias is None else scores.real + bias
+    if c.topk_method != "greedy":
+        groups = preference.reshape(c.n_group, -1)
+        best = 2 if c.topk_method == "noaux_tc" else 1
+        strength = np.sort(groups, -1)[:, -best:].sum(-1)
+        allowed = np.argsort(-strength, kind="stable")[: c.topk_group]
+        preference = np.where(np.isin(np.arange(c.n_group), allowed)[:, None], groups, -np.inf).ravel()
+    return np.argsort(-preference, kind="stable")[: c.num_experts_per_tok]
+
+
+def moe(c, dispatch, experts, x, bias, real):
+    """One row's experts, [S D] -> what they add [S D], the balance loss of the sequence, and the load [E]."""
+    out, load = np.zeros_like(x), np.zeros(c.n_routed_experts, int)
+    affinity = np.zeros(c.n_routed_experts, x.dtype)
+    for t in np.flatnonzero(real):
+        logits = x[t] @ dispatch.router
+        scores = softmax(logits) if c.scoring_func == "softmax" else 1 / (1 + np.exp(-logits))
+        chosen = route(c, scores, bias)
+        weights = scores[chosen]
+        if c.norm_topk_prob:
+            weights = weights / weights.sum()
+        for e, weight in zip(chosen, weights, strict=True):
+            out[t] += c.routed_scaling_factor * weight * mlp(x[t], experts.up[e], experts.down[e])
+            load[e] += 1
+        if c.n_shared_experts:
+            out[t] += mlp(x[t], dispatch.shared.up, dispatch.shared.down)
+        affinity += scores / scores.sum()
+    tokens = max(real.sum(), 1)
+    frequency = load * c.n_routed_experts / (c.num_experts_per_tok * tokens)  # V3, eq. 18
+    return out, frequency @ affinity / tokens, load
+
+
+# ----------------------------------------------------------------------------------------- model
+
+
+def decoder_layer(c, w, bias, x, row, real):
+    """[S D] -> [S D]; balance loss; load [E]."""
+    attended = x.copy()
+    y = norm(x, w["attention"].norm, c.rms_norm_eps)
+    for document in set(row["segments"][real]):
+        own = np.flatnonzero((row["segments"] == document) & real)
+        attended[own] += mla(c, w["attention"], y[own], row["positions"][own])
+    if "mlp" in w:
+        y = norm(attended, w["mlp"].norm, c.rms_norm_eps)
+        return attended + mlp(y, w["mlp"].mlp.up, w["mlp"].mlp.down), 0.0, None
+    y = norm(attended, w["dispatch"].norm, c.rms_norm_eps)
+    out, balance, load = moe(c, w["dispatch"], w["experts"], y, bias, real)
+    return attended + out, balance, load
+
+
+def ahead(row, t, steps):
+    """The token `steps` after t in the document of t, or None. The row's last target lies beyond the row."""
+    last = t + steps - 1
+    if last >= len(row["tokens"]) or row["segments"][last] != row["segments"][t] or row["targets"][last] < 0:
+        return None
+    return row["targets"][last]
+
+
+def cross_entropy(c, w, x, row, steps):
+    """Sums over one row of -log p(the token `steps` ahead) and logsumexp^2, their count, and the logits [S V]."""
+    head = w.embed.T if w.head is None else w.head
+    logits = norm(x, w.norm, c.rms_norm_eps) @ head
+    nll = z = 0.0
+    count = 0
+    for t in range(len(x)):
+        if (target := ahead(row, t, steps)) is not None:
+            lse = logsumexp(logits[t])
+            nll, z, count = nll + lse - logits[t, target], z + lse**2, count + 1
+    return nll, z, count, logits
+
+
+def run(c, w, bias, batch, layer):
+    """Every term's (sum, count), expert loads by stack [layers E], and logits [B S V].
+
+    `layer(stack, i)` gives layer i's weights of a stack.
+    """
+    terms = {
+        k: [0.0, 0] for k in ["main", "z_loss", "balance", *(f"mtp_{n + 1}" for n in range(c.num_nextn_predict_layers))]
+    }
+    stacks = {"moe_layers": c.num_hidden_layers - c.first_k_dense_replace, "mtp": c.num_nextn_predict_layers}
+    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in stacks.items() if n}
+    all_logits = []
+
+    def add(term, value, count):
+        terms[term] = [terms[term][0] + value, terms[term][1] + count]
+
+    def moe_layer(stack, i, weights, x, row, real):
+        stack_bias = bias[stack][i] if stack in bias else None
+        x, balance, load = decoder_layer(c, weights, stack_bias, x, row, real)
+        add("balance", balance, 0)
+        loads[stack][i] += load
+        return x
+
+    for r in range(len(batch["tokens"])):
+        row = {name: values[r] for name, values in batch.items()}
+        real = row["segments"] > 0
+        add("balance", 0.0, int(real.any()))
+        x = w.embed[row["tokens"]]
+        for i in range(c.first_k_dense_replace):
+            x, _, _ = decoder_layer(c, layer(w.dense_layers, i), None, x, row, real)
+        for i in range(stacks["moe_layers"]):
+            x = moe_layer("moe_layers", i, layer(w.moe_layers, i), x, row, real)
+        nll, z, count, logits = cross_entropy(c, w, x, row, 1)
+        add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
+        for depth in range(c.num_nextn_predict_layers):  # V3, section 2.2
+            module, following = layer(w.mtp, depth), [ahead(row, t, depth + 1) for t in range(len(x))]
+            real = np.array([token is not None for token in following])
+            embedded = w.embed[[token if token is not None else 0 for token in following]]
+            both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
+            x = moe_layer("mtp", depth, module.layer, np.concatenate(both, -1) @ module.projection, row, real)
+            nll, _, count, _ = cross_entropy(c, w, x, row, depth + 2)
+            add(f"mtp_{depth + 1}", nll, count)
+    return terms, loads, np.stack(all_logits)

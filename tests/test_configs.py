@@ -1,0 +1,188 @@
+import dataclasses
+import math
+import pathlib
+
+import pytest
+
+from maxds import loader
+from maxds.config import Config, Model, RopeScaling
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
+PAPERS = ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "kimi-k2-1t"]
+
+
+def load(name, *overrides):
+    return loader.load(Config, CONFIGS / f"{name}.yaml", overrides)
+
+
+def mla_and_norms(m: Model) -> int:
+    """Parameters of one layer's attention and of its four norms (three without a query latent)."""
+    heads, qk = m.num_attention_heads, m.qk_nope_head_dim + m.qk_rope_head_dim
+    if m.q_lora_rank is None:
+        query = m.hidden_size * heads * qk
+    else:
+        query = m.hidden_size * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * heads * qk
+    latent = m.hidden_size * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank
+    keys_values = m.kv_lora_rank * heads * (m.qk_nope_head_dim + m.v_head_dim)
+    return query + latent + keys_values + heads * m.v_head_dim * m.hidden_size + 2 * m.hidden_size
+
+
+def mlp(m: Model, width: int) -> int:
+    return 3 * m.hidden_size * width
+
+
+def moe(m: Model, experts: int) -> int:
+    """Parameters of a layer's router, of its shared experts, and of so many routed ones."""
+    bias = m.n_routed_experts if m.has_router_bias else 0
+    router = m.hidden_size * m.n_routed_experts + bias
+    return router + mlp(m, m.n_shared_experts * m.moe_intermediate_size) + experts * mlp(m, m.moe_intermediate_size)
+
+
+def parameters(m: Model, experts: int) -> int:
+    """Parameters of the model without MTP, counting so many routed experts in a layer."""
+    embeddings = 2 * m.vocab_size * m.hidden_size + m.hidden_size
+    dense = m.first_k_dense_replace * mlp(m, m.intermediate_size)
+    return embeddings + m.num_hidden_layers * mla_and_norms(m) + dense + m.num_moe_layers * moe(m, experts)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shipped_config_loads(name):
+    assert isinstance(load(name)[0], Config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shipped_config_renders_to_an_equal_one(name, tmp_path):
+    config, tree = load(name)
+    (tmp_path / "config.yaml").write_text(loader.render(config, tree), encoding="utf-8")
+    assert loader.load(Config, tmp_path / "config.yaml")[0] == config
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_shipped_config_is_the_base_of_a_run_by_its_name(name, tmp_path):
+    (tmp_path / "run.yaml").write_text(f"base: {name}\nsteps: 7\n")
+    config, _ = loader.load(Config, tmp_path / "run.yaml")
+    assert config == dataclasses.replace(load(name)[0], steps=7)
+
+
+@pytest.mark.parametrize(
+    ("name", "total", "active"),
+    [
+        ("deepseek2-16b", 15_706_484_224, 2_661_150_208),
+        ("deepseek2-236b", 235_741_434_880, 21_375_800_320),
+        ("deepseek3-671b", 671_026_419_200, 37_552_297_472),
+        ("kimi-k2-1t", 1_026_408_232_448, 32_861_500_928),
+    ],
+)
+def test_the_parameters_are_those_of_the_released_model(name, total, active):
+    model = load(name)[0].model
+    assert parameters(model, model.n_routed_experts) == total
+    assert parameters(model, model.num_experts_per_tok) == active
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "moe_layer"),
+    [
+        ("deepseek2-16b", 13_767_168, 571_080_704),
+        ("deepseek2-236b", 149_237_760, 3_822_878_720),
+        ("deepseek3-671b", 187_121_664, 11_320_164_608),
+        ("kimi-k2-1t", 101_138_432, 16_958_226_816),
+    ],
+)
+def test_the_parameters_of_a_layer_are_those_of_the_released_model(name, layer, moe_layer):
+    model = load(name)[0].model
+    assert (mla_and_norms(model), moe(model, model.n_routed_experts)) == (layer, moe_layer)
+
+
+@pytest.mark.parametrize(
+    ("name", "router"),
+    [
+        ("deepseek2-16b", ("softmax", "greedy", 1, 1, False, 1.0)),
+        ("deepseek2-236b", ("softmax", "group_limited_greedy", 8, 3, False, 16.0)),
+        ("deepseek3-671b", ("sigmoid", "noaux_tc", 8, 4, True, 2.5)),
+        ("kimi-k2-1t", ("sigmoid", "noaux_tc", 1, 1, True, 2.827)),
+    ],
+)
+def test_the_router_is_that_of_the_official_config(name, router):
+    m = load(name)[0].model
+    keys = (m.scoring_func, m.topk_method, m.n_group, m.topk_group, m.norm_topk_prob, m.routed_scaling_factor)
+    assert keys == router
+
+
+@pytest.mark.parametrize(
+    ("name", "theta", "factor", "beta_fast", "mscale", "positions"),
+    [
+        ("deepseek2-16b", 1e4, 40.0, 32.0, 0.707, 163840),
+        ("deepseek2-236b", 1e4, 40.0, 32.0, 0.707, 163840),
+        ("deepseek3-671b", 1e4, 40.0, 32.0, 1.0, 163840),
+        ("kimi-k2-1t", 5e4, 32.0, 1.0, 1.0, 131072),
+    ],
+)
+def test_the_rotary_embedding_is_that_of_the_official_config(name, theta, factor, beta_fast, mscale, positions):
+    m = load(name)[0].model
+    assert (m.rope_theta, m.max_position_embeddings, m.rms_norm_eps) == (theta, positions, 1e-6)
+    assert m.rope_scaling == RopeScaling(
+        factor=factor,
+        original_max_position_embeddings=4096,
+        beta_fast=beta_fast,
+        beta_slow=1.0,
+        mscale=mscale,
+        mscale_all_dim=mscale,
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "lr", "warmup_steps", "tokens"),
+    [
+        ("deepseek2-16b", 4.2e-4, 2000, 5.7e12),
+        ("deepseek2-236b", 2.4e-4, 2000, 8.1e12),
+        ("deepseek3-671b", 2.2e-4, 2000, 14.8e12),
+        ("kimi-k2-1t", 2e-4, 500, 15.5e12),
+    ],
+)
+def test_the_recipe_is_that_of_the_paper(name, lr, warmup_steps, tokens):
+    config, _ = load(name)
+    assert (config.optimizer.lr, config.optimizer.warmup_steps) == (lr, warmup_steps)
+    assert config.steps * config.data.global_batch * config.data.sequence_length == pytest.approx(tokens, rel=0.005)
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_every_key_of_a_paper_s_model_is_written_out(name):
+    _, tree = load(name)
+    assert [f.name for f in dataclasses.fields(Model) if tree.find(f"model.{f.name}") is None] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [("deepseek2-16b", 64), ("deepseek2-236b", 256), ("deepseek3-671b", 256), ("kimi-k2-1t", 512), ("quickstart", 8)],
+)
+def test_the_batch_splits_into_two_microbatches_on_every_device_it_is_sized_for(name, devices):
+    config, _ = load(name)
+    mesh = config.mesh
+    sizes = [size for size in (mesh.data, mesh.fsdp, mesh.expert) if size > 0]
+    assert devices % math.prod(sizes) == 0
+    assert config.data.global_batch % (config.optimizer.accumulate_steps * devices * 2) == 0
+    assert config.model.n_routed_experts % mesh.expert == 0
+
+
+def test_the_quickstart_needs_no_download_and_no_accelerator():
+    config, _ = load("quickstart")
+    assert (config.data.sources[0].path, config.data.tokenizer, config.mesh.cpu_devices) == (("stdlib",), "bytes", 8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["mesh.expert=3"], "override mesh.expert=3: model.n_routed_experts=16 is not divisible by mesh.expert=3; "
+                            "try mesh.expert=1"),
+        (["loss.mtp=0"], "override loss.mtp=0: loss.mtp=0.0 with model.num_nextn_predict_layers=1: "
+                         "set both, or neither"),
+        (["model.topk_group=8"], "override model.topk_group=8: model: topk_group=8 exceeds n_group=4"),
+        (["data.sources=[{kind: tfds}]"], "override data.sources=[{kind: tfds}]: data.sources[0]: kind=tfds needs a "
+                                          "path"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_reported_where_the_user_wrote_it(overrides, message):
+    with pytest.raises(loader.ConfigError) as caught:
+        load("quickstart", *overrides)
+    assert caught.value.mistakes == (message,)

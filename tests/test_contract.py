@@ -1,0 +1,212 @@
+"""What a layer costs: how often each kernel and each collective runs, what is kept, and what is computed again.
+
+Read off the traced training step, so that it holds before any compiler has touched it.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+
+import jax
+import jaxprs
+import numpy as np
+import pytest
+import tiny
+
+from maxds import params, schedule
+
+MODEL = dataclasses.replace(tiny.V3, num_hidden_layers=3, first_k_dense_replace=0, num_nextn_predict_layers=0)
+LAYER = params.unstacked(tiny.deepseek.declare(MODEL).moe_layers)
+SPLIT = {path: p for path, p in params.flatten(LAYER).items() if "fsdp" in p.spec}  # not the norms
+
+# Multiplications of one microbatch by the weights of one layer: q_down, q_up, kv_down, k_rope, k_up, v_up, out;
+# router, shared up, shared down. Each of them costs two in the backward pass.
+PROJECTIONS = 10
+ATTENTION, ATTENTION_BACKWARD = 2, 6
+
+
+def scans(config):
+    """The scans over layers: forward, backward."""
+    stepper = tiny.stepper(config)
+    with tiny.strictly():
+        program = jaxprs.live(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
+    outer = [eqn for name, eqn, inside in jaxprs.equations(program) if name == "scan" and "scan" not in inside]
+    forward, backward = (eqn for eqn in outer if jaxprs.count(eqn.params["jaxpr"].jaxpr)["_multiply"])
+    assert (forward.params["reverse"], backward.params["reverse"]) == (False, True)
+    return forward, backward
+
+
+@functools.cache
+def layers(kind, **schedule):
+    """The forward and the backward of one layer."""
+    return tuple(scan.params["jaxpr"].jaxpr for scan in scans(tiny.config(MODEL, kind, (2, 2, 2), **schedule)))
+
+
+def work(jaxpr):
+    """How often the first round of a layer runs each operation; and each further round."""
+    return (
+        jaxprs.count(jaxpr, lambda inside: "while" not in inside),
+        jaxprs.count(jaxpr, lambda inside: "while" in inside),
+    )
+
+
+def collectives(jaxpr):
+    names = ("all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "ppermute")
+    found = [(name, eqn.params) for name, eqn, _ in jaxprs.equations(jaxpr) if name in names]
+    return collections.Counter((name, *(p["axes"] if "axes" in p else p["axis_name"])) for name, p in found)
+
+
+# ------------------------------------------------------------------------------------ batch_split
+
+
+def test_forward_of_two_microbatches_multiplies_by_the_experts_four_times():
+    first, further = work(layers("batch_split")[0])
+    assert (first["_multiply"], first["_multiply_transposed"]) == (4, 0)  # up and down of each
+    assert (further["_multiply"], further["_multiply_transposed"]) == (4, 0)
+
+
+def test_backward_of_two_microbatches_multiplies_by_the_experts_eight_times():
+    first, further = work(layers("batch_split")[1])
+    assert (first["_multiply"], first["_multiply_transposed"]) == (4, 4)  # up and down of each: dx, dw
+    assert (further["_multiply"], further["_multiply_transposed"]) == (6, 4)  # and up again, which is not kept
+
+
+def test_backward_recomputes_projections_but_neither_attention_nor_what_follows_it():
+    forward, _ = work(layers("batch_split")[0])
+    backward, _ = work(layers("batch_split")[1])
+    again = PROJECTIONS - 2  # not the output projection, not the down projection of the shared expert
+    assert forward["dot_general"] == 2 * (PROJECTIONS + ATTENTION)
+    assert backward["dot_general"] == 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + again)
+
+
+def test_routing_is_decided_once():
+    forward, _ = work(layers("batch_split")[0])
+    backward, _ = work(layers("batch_split")[1])
+    assert (forward["sort"], forward["top_k"]) == (2, 6)  # top_k: the best of groups, groups, experts
+    assert (backward["sort"], backward["top_k"]) == (0, 0)
+
+
+def test_forward_gathers_each_weight_once_and_exchanges_tokens_once():
+    assert collectives(layers("batch_split")[0]) == {
+        ("all_gather", "fsdp"): len(SPLIT),  # the next layer's
+        ("all_gather", "expert"): 2 * 3,  # dispatch: choices, tokens, weights
+        ("reduce_scatter", "expert"): 2,  # combine
+    }
+
+
+def test_backward_gathers_scatters_and_sums_each_weight_once():
+    routed = sum("expert" in p.spec for p in SPLIT.values())
+    assert collectives(layers("batch_split")[1]) == {
+        ("all_gather", "fsdp"): len(SPLIT),  # the layer's below
+        ("reduce_scatter", "fsdp"): len(SPLIT),  # gradients of the layer above
+        ("psum", "expert"): len(SPLIT) - routed,
+        ("psum", "data"): len(SPLIT),  # gradients two layers above
+        ("all_gather", "expert"): 2 * (2 + 1),  # dispatch again: tokens, weights; and of combine
+        ("reduce_scatter", "expert"): 2 * 2,  # of dispatch: tokens, weights
+    }
+
+
+def test_a_layer_keeps_exactly_this(monkeypatch):
+    tapes, forward = [], schedule.forward
+
+    def spy(*args):
+        xs, tape = forward(*args)
+        tapes.append(tape)
+        return xs, tape
+
+    monkeypatch.setattr(schedule, "forward", spy)
+    config = tiny.config(MODEL, "batch_split", (2, 2, 2))
+    stepper = tiny.stepper(config)
+    jax.eval_shape(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
+    found = {params.name(path): (leaf.dtype.name, *leaf.shape) for path, leaf in jax.tree.leaves_with_path(tapes[0])}
+
+    c, b, s = MODEL, 1, tiny.LENGTH  # one row of each microbatch
+    all_tokens, k = 2 * b * s, c.num_experts_per_tok  # of the two devices along `expert`
+    even_share = all_tokens * k // 2
+    rows = int(1.5 * even_share + 7) // 8 * 8
+    expected = {
+        "inputs.attention.{}.h": ("float32", b, s, c.hidden_size),
+        "inputs.attention.{}.balance": ("float32",),
+        "inputs.dispatch.{}.h": ("float32", b, s, c.hidden_size),
+        "inputs.dispatch.{}.balance": ("float32",),
+        "kept.attention.{}.attention.0": ("float32", b, s, c.num_attention_heads, c.v_head_dim),
+        "kept.attention.{}.attention.1": ("float32", b, c.num_attention_heads, s),  # log-sum-exp
+        "kept.dispatch.{}.routing.0": ("int32", b * s, k),  # chosen
+        "kept.dispatch.{}.routing.1": ("int32", all_tokens * k),  # order
+        "kept.dispatch.{}.routing.2": ("int32", c.n_routed_experts // 2),  # sizes
+        "kept.experts.{}.expert_up": ("float32", rows, 2 * c.moe_intermediate_size),
+    }
+    assert found == {name.format(m): shape for name, shape in expected.items() for m in range(2)}
+
+
+def test_what_is_offloaded_goes_to_host_memory_and_comes_back():
+    forward, backward = layers("batch_split", offload=("attention", "expert_up"))
+    for jaxpr, space in ((forward, jax.memory.Space.Host), (backward, jax.memory.Space.Device)):
+        moves = [eqn for name, eqn, _ in jaxprs.equations(jaxpr) if name == "device_put"]
+        assert [set(eqn.params["devices"]) for eqn in moves] == [{space}] * 6  # per microbatch: output, lse, up
+        assert not any(name == "device_put" for name, _, _ in jaxprs.equations(layers("batch_split")[0]))
+
+
+def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtype_of_reductions():
+    config = tiny.config(MODEL, "batch_split", (2, 2, 2), precision={"compute": "bfloat16", "reduce": "float32"})
+    forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(config))
+
+    def dtypes(jaxpr, collective):
+        found = [eqn for name, eqn, _ in jaxprs.equations(jaxpr) if name == collective]
+        return collections.Counter(e.invars[0].aval.dtype.name for e in found if "fsdp" in e.params["axis_name"])
+
+    assert dtypes(forward, "all_gather") == {"bfloat16": len(SPLIT) - 1, "float32": 1}
+    assert dtypes(backward, "reduce_scatter") == {"float32": len(SPLIT)}
+
+
+# ------------------------------------------------------------------------------------------ plain
+
+
+def products(kind, **schedule):
+    """Multiplications of the backward pass: (dense, grouped, grouped transposed), first round only."""
+    backward, _ = work(layers(kind, **schedule)[1])
+    return backward["dot_general"], backward["_multiply"], backward["_multiply_transposed"]
+
+
+NECESSARY = np.array([2 * PROJECTIONS + ATTENTION_BACKWARD, 2, 2])
+
+
+def test_plain_without_remat_recomputes_nothing():
+    assert products("plain", remat="none") == tuple(NECESSARY)
+
+
+def test_plain_with_full_remat_recomputes_the_forward_pass_once():
+    """All of it but the two down products, on which no gradient depends."""
+    assert products("plain", remat="full") == tuple(NECESSARY + np.array([PROJECTIONS + ATTENTION - 1, 1, 0]))
+
+
+def test_plain_recomputes_nothing_of_what_it_is_told_to_keep():
+    kept = products("plain", remat="named", keep=("attention", "expert_up"))
+    assert kept == tuple(NECESSARY + np.array([PROJECTIONS - 1, 0, 0]))
+
+
+def test_plain_that_keeps_values_keeps_the_routing_that_orders_them():
+    backward, _ = work(layers("plain", remat="named", keep=("expert_up",))[1])
+    assert (backward["sort"], backward["top_k"]) == (0, 0)
+
+
+def test_plain_without_remat_keeps_no_weight():
+    """Neither gathered nor as a shard, whatever its shape or dtype. No activation here has a weight's shape."""
+    forward, _ = scans(tiny.config(MODEL, "plain", (1, 2, 2), remat="none", precision={"compute": "bfloat16"}))
+    results = zip(forward.params["jaxpr"].jaxpr.outvars, forward.outvars, strict=True)
+    kept = {one.aval.shape for one, all_layers in results if one.aval.shape != all_layers.aval.shape}
+    assert len(kept) > 10
+    for path, p in SPLIT.items():
+        axes = (*p.spec, *[None] * (len(p.shape) - len(p.spec)))
+        shard = tuple(n // 2 if axis else n for n, axis in zip(p.shape, axes, strict=True))
+        gathered = tuple(n // 2 if axis == "expert" else n for n, axis in zip(p.shape, axes, strict=True))
+        for shape in (shard, gathered):
+            flattened = {(*shape[:i], math.prod(shape[i:])) for i in range(len(shape))}
+            assert not kept & {shape, *flattened}, path
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_plain_gathers_weights_again_for_the_backward_pass(remat):
+    forward, backward = (collectives(jaxpr) for jaxpr in layers("plain", remat=remat))
+    assert forward["all_gather", "fsdp"] == backward["all_gather", "fsdp"] == len(SPLIT)

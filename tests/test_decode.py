@@ -1,0 +1,173 @@
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from maxds import config as config_lib
+from maxds import generate, params, score, step
+from maxds import mesh as mesh_lib
+from maxds.model import decode
+
+SHORT = {"num_nextn_predict_layers": 0, "rope_scaling": None, "max_position_embeddings": 32}
+V3 = dataclasses.replace(tiny.V3, num_hidden_layers=3, **SHORT)
+V2_LITE = dataclasses.replace(tiny.V2_LITE, num_hidden_layers=2, tie_word_embeddings=False, **SHORT)
+YARN = config_lib.RopeScaling(factor=4, original_max_position_embeddings=8, mscale=0.7, mscale_all_dim=0.9)
+MODELS = {
+    "v3": V3,
+    "v2_lite_without_dense_layers": V2_LITE,
+    "yarn_and_tied_embeddings": dataclasses.replace(V2_LITE, rope_scaling=YARN, tie_word_embeddings=True),
+}
+LENGTHS = np.array([5, 3, 1, 4], np.int32)  # of the prompts: rows need not agree
+TOKENS = np.random.RandomState(0).randint(0, 61, (4, 9)).astype(np.int32)
+STEPS = TOKENS.shape[1] - max(LENGTHS)
+
+
+def stepper(model, sizes):
+    config = tiny.config(model, mesh=sizes)
+    return step.make(config, mesh_lib.make(config.mesh, jax.devices()[: int(np.prod(sizes))]))
+
+
+@functools.cache
+def model_of(name, sizes=(1, 1, 1)):
+    """A model with weights that numpy draws, which takes no compilation, and a router bias that matters."""
+    made, random = stepper(MODELS[name], sizes), np.random.RandomState(0)
+
+    def draw(abstract, mean=0.0, std=0.3):
+        return jax.device_put(random.normal(mean, std, abstract.shape).astype(np.float32), abstract.sharding)
+
+    def weight(param, abstract):
+        return draw(abstract, 1.0, 0.1) if param.std is None else draw(abstract)
+
+    state = made.abstract_state
+    weights = params.derive(weight, made.network.declared, state.params)
+    return made, state.replace(params=weights, router_bias=jax.tree.map(draw, state.router_bias))
+
+
+@functools.cache
+def decoder(name, sizes=(1, 1, 1)):
+    """(tokens [B S], lengths [B]) -> logits after each prompt and after each of the STEPS tokens that follow."""
+    made, state = model_of(name, sizes)
+
+    def per_device(weights, bias, tokens, lengths):
+        bound = decode.make(made.network, weights, bias)
+        rows = jnp.arange(len(tokens))
+        logits, cache = bound.prefill(tokens[:, : max(LENGTHS)], lengths, tokens.shape[1])
+
+        def one(cache, i):
+            more, cache = bound.step(cache, tokens[rows, lengths + i], lengths + i, lengths > 0)
+            return cache, more
+
+        cache, more = lax.scan(one, cache, jnp.arange(STEPS))
+        return jnp.concatenate([logits[:, None], jnp.moveaxis(more, 0, 1)], axis=1), (cache.latent, cache.rope)
+
+    batch = mesh_lib.BATCH
+    specs = params.specs(made.network.declared), P(), batch, batch
+    outs = batch, P(None, mesh_lib.AXES)
+    run = jax.shard_map(per_device, mesh=made.mesh, in_specs=specs, out_specs=outs, check_vma=False)
+    return functools.partial(jax.jit(run), state.params, state.router_bias)
+
+
+@functools.cache
+def forward(name):
+    made, state = model_of(name)
+    return functools.partial(score.program(made), state.params, state.router_bias)
+
+
+def full_logits(name, tokens):
+    """By the forward pass of training."""
+    positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    batch = {"tokens": tokens, "segments": np.ones_like(tokens), "positions": positions}
+    return np.asarray(forward(name)(batch))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_prompt_and_steps_give_the_logits_of_the_full_forward_pass(name):
+    found, _ = decoder(name)(TOKENS, LENGTHS)
+    at = LENGTHS[:, None] - 1 + np.arange(STEPS + 1)
+    wanted = np.take_along_axis(full_logits(name, TOKENS), at[..., None], axis=1)
+    assert np.std(wanted) > 1
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+
+
+def test_logits_do_not_depend_on_the_mesh():
+    np.testing.assert_allclose(
+        decoder("v3", (1, 2, 2))(TOKENS, LENGTHS)[0], decoder("v3")(TOKENS, LENGTHS)[0], atol=1e-4, rtol=0
+    )
+
+
+def test_the_cache_holds_a_latent_and_one_rotated_key_of_each_token():
+    _, cache = jax.eval_shape(decoder("v3"), TOKENS, LENGTHS)
+    assert [a.shape for a in cache] == [(3, 4, 9, V3.kv_lora_rank), (3, 4, 9, V3.qk_rope_head_dim)]
+
+
+# ------------------------------------------------------------------------------------- sampling
+
+SAMPLED = "v2_lite_without_dense_layers"
+GREEDY = config_lib.Sample(prompt="-", tokens=4, temperature=0)
+PROMPTS = [row[:n] for row, n in zip(TOKENS[:3], LENGTHS, strict=False)]
+
+
+@functools.cache
+def greedy():
+    return generate.continue_prompts(*model_of(SAMPLED), PROMPTS, GREEDY, eos=None)
+
+
+def test_greedy_tokens_are_the_most_probable_of_the_full_forward_pass():
+    rows = np.zeros_like(TOKENS)
+    for row, prompt, more in zip(rows, PROMPTS, greedy(), strict=False):
+        row[: len(prompt) + len(more)] = [*prompt, *more]
+    best = np.argmax(full_logits(SAMPLED, rows), axis=-1)
+    for row, prompt, more in zip(best, PROMPTS, greedy(), strict=False):
+        np.testing.assert_array_equal(row[len(prompt) - 1 :][: len(more)], more)
+
+
+def test_a_sequence_ends_with_eos_and_the_others_go_on():
+    eos = int(greedy()[0][1])
+    found = generate.continue_prompts(*model_of(SAMPLED, (1, 2, 2)), PROMPTS, GREEDY, eos)
+    for row, endless in zip(found, greedy(), strict=True):
+        ends = np.flatnonzero(endless == eos)
+        np.testing.assert_array_equal(row, endless[: ends[0] + 1] if len(ends) else endless)
+    assert len(found[0]) < max(map(len, found))
+
+
+def test_draws_depend_on_the_seed_alone():
+    made, state = model_of(SAMPLED)
+    run = generate.program(made, dataclasses.replace(GREEDY, temperature=1.0), eos=None)
+    draw = functools.partial(run, state.params, state.router_bias, TOKENS[:, :5], LENGTHS)
+    first, again, other = (np.asarray(draw(np.uint32(seed))) for seed in (0, 0, 1))
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+    assert run._cache_size() == 1
+
+
+@pytest.mark.parametrize("top_p", [0.05, 0.5, 0.9, 1.0])
+def test_only_tokens_of_the_nucleus_are_drawn(top_p):
+    logits = np.random.RandomState(0).normal(0, 2, (8, 61)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(2), (200, 8))
+    drawn = np.asarray(jax.vmap(lambda keys: decode.pick(logits, keys, 0.7, top_p))(keys))
+    probabilities = np.asarray(jax.nn.softmax(logits / 0.7), np.float64)
+    more_probable = np.sort(probabilities, axis=1)[:, ::-1]
+    for row in range(8):
+        p = probabilities[row][drawn[:, row]]
+        ahead = (more_probable[row] * (more_probable[row] > p[:, None])).sum(axis=1)
+        assert (ahead < top_p + 1e-6).all()
+        assert len(set(drawn[:, row])) > 1 or more_probable[row, 0] >= 0.9 * top_p
+
+
+def test_draws_follow_the_probabilities():
+    logits = jnp.log(jnp.array([[0.5, 0.3, 0.2]]))
+    keys = jax.random.split(jax.random.key(0), (4000, 1))
+    drawn = jax.vmap(lambda keys: decode.pick(logits, keys, 1.0, 1.0))(keys)
+    np.testing.assert_allclose(np.bincount(drawn[:, 0]) / 4000, [0.5, 0.3, 0.2], atol=0.03)
+
+
+def test_temperature_zero_is_the_most_probable_token():
+    logits = np.random.RandomState(0).normal(size=(8, 61)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(2), 8)
+    np.testing.assert_array_equal(decode.pick(logits, keys, 0.0, 0.5), np.argmax(logits, axis=-1))

@@ -1,0 +1,88 @@
+import dataclasses
+import pathlib
+
+import pytest
+
+from maxds import flops, loader
+from maxds.config import Config
+
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
+
+
+def model(name, **changes):
+    return dataclasses.replace(loader.load(Config, CONFIGS / f"{name}.yaml")[0].model, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "gflop", "attention_percent"),
+    [
+        ("deepseek2-16b", 16.4, 10.4),
+        ("deepseek2-236b", 155.3, 19.4),
+        ("deepseek3-671b", 250.4, 12.3),
+        ("kimi-k2-1t", 205.5, 7.5),
+    ],
+)
+def test_a_token_costs_what_is_published(name, gflop, attention_percent):
+    blocks = flops.per_token(model(name, num_nextn_predict_layers=0), 4096)
+    assert round(blocks["total"] / 1e9, 1) == gflop
+    assert round(100 * blocks["attention"] / blocks["total"], 1) == attention_percent
+
+
+def test_the_blocks_of_deepseek_v3_agree_with_the_formula_written_out_in_its_numbers():
+    blocks = flops.per_token(model("deepseek3-671b"), 4096)
+    forward_layer = 2 * (7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168)
+    forward_attention = 2 * 128 * (192 + 128) * 4096 / 2
+    forward_moe = 2 * (3 * 7168 * 2048 * (8 + 1))
+    assert blocks == {
+        "projections": 3 * 61 * forward_layer,
+        "attention": 3 * 61 * forward_attention,
+        "dense_mlp": 3 * 3 * 2 * (3 * 7168 * 18432),
+        "router": 3 * 58 * 2 * 7168 * 256,
+        "experts": 3 * 58 * forward_moe,
+        "head": 3 * 2 * 7168 * 129280,
+        "mtp": 3 * (forward_layer + forward_attention + forward_moe + 2 * 7168 * 256 + 2 * 2 * 7168 * 7168),
+        "mtp_head": 3 * 2 * 7168 * 129280,
+        "total": sum(count for name, count in blocks.items() if name != "total"),
+    }
+
+
+def test_without_a_query_latent_the_queries_are_one_matmul():
+    direct, latent = model("deepseek2-16b"), model("deepseek2-16b", q_lora_rank=100)
+    difference = flops.per_token(direct, 1)["projections"] - flops.per_token(latent, 1)["projections"]
+    assert difference == 6 * 27 * (2048 * 16 * 192 - 100 * (2048 + 16 * 192))
+
+
+def test_only_attention_depends_on_the_sequence_length():
+    short, long = (flops.per_token(model("deepseek3-671b", num_nextn_predict_layers=0), s) for s in (1024, 4096))
+    assert {name for name in short if short[name] != long[name]} == {"attention", "total"}
+    assert long["attention"] == 4 * short["attention"]
+
+
+def test_every_mtp_module_costs_its_layer_and_a_pass_through_the_head():
+    none, one, two = (flops.per_token(model("deepseek3-671b", num_nextn_predict_layers=n), 4096) for n in range(3))
+    assert none["mtp"] == none["mtp_head"] == 0
+    assert one["mtp_head"] == one["head"]
+    assert two["total"] - one["total"] == one["total"] - none["total"] == one["mtp"] + one["mtp_head"]
+
+
+@pytest.mark.parametrize(
+    ("device_kind", "peak"),
+    [
+        ("TPU v4", 275e12),
+        ("TPU v5 lite", 197e12),
+        ("TPU v5", 459e12),
+        ("TPU v6 lite", 918e12),
+        ("TPU7x", 1153.5e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA B200", 2250e12),
+    ],
+)
+def test_the_peak_of_a_device_is_the_published_one(device_kind, peak):
+    assert flops.peak(device_kind) == peak
+
+
+@pytest.mark.parametrize("device_kind", ["cpu", "TPU v4 lite", "NVIDIA GB200", "NVIDIA RTX A6000", ""])
+def test_the_peak_of_another_device_is_not_guessed(device_kind):
+    assert flops.peak(device_kind) is None

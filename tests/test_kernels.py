@@ -1,0 +1,130 @@
+"""The kernels compute what they say, in every form, and replay without repeating their work."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import jaxprs
+import numpy as np
+import pytest
+
+from maxds.model import kernels
+
+# -------------------------------------------------------------------------------------- attention
+
+
+def naive_attention(q, k, v, segments):
+    length = q.shape[1]
+    scores = jnp.einsum("bqnh,bknh->bnqk", q, k)
+    seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((length, length), bool))
+    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores, where=seen[:, None]), v)
+
+
+def attention_inputs():
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((2, 12, 3, 8), np.float32) for _ in range(2))
+    v, dout = (rng.standard_normal((2, 12, 3, 5), np.float32) for _ in range(2))
+    segments = np.array([[1] * 5 + [2] * 6 + [0], [1] * 12], np.int32)
+    return q, k, v, segments, dout
+
+
+def gradients(attend, q, k, v, dout):
+    out, pull = jax.vjp(attend, q, k, v)
+    return out, pull(dout)
+
+
+def assert_close(found, expected, tolerance=2e-6):
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max()), found, expected
+    )
+
+
+@pytest.mark.parametrize("query_block", [512, 4])
+def test_attention_is_softmax_attention_whatever_the_block(query_block, monkeypatch):
+    monkeypatch.setattr(kernels, "QUERY_BLOCK", query_block)
+    q, k, v, segments, dout = attention_inputs()
+    found = gradients(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v, dout)
+    assert_close(found, gradients(lambda q, k, v: naive_attention(q, k, v, segments), q, k, v, dout))
+
+
+def test_replayed_attention_has_the_same_gradients_to_the_bit():
+    q, k, v, segments, dout = attention_inputs()
+    _, kept = kernels.attention(q, k, v, segments)
+    once = gradients(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v, dout)
+    again = gradients(lambda q, k, v: kernels.attention(q, k, v, segments, kept)[0], q, k, v, dout)
+    jax.tree.map(np.testing.assert_array_equal, again, once)
+
+
+def test_replayed_attention_does_none_of_the_work_of_the_forward_pass():
+    q, k, v, segments, dout = attention_inputs()
+
+    def both(q, k, v, dout, kept=None):
+        return gradients(lambda q, k, v: kernels.attention(q, k, v, segments, kept)[0], q, k, v, dout)[1]
+
+    _, kept = kernels.attention(q, k, v, segments)
+    forward = jaxprs.count(jaxprs.live(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v))
+    step, replay = (jaxprs.count(jaxprs.live(both, q, k, v, dout, *more)) for more in ((), (kept,)))
+    assert (forward["dot_general"], forward["exp"]) == (2, 2)  # scores, output; log-sum-exp, weights
+    assert (replay["dot_general"], replay["exp"]) == (6, 1)  # scores, dv, dweights, delta, dk, dq; weights
+    assert all(step[work] == forward[work] + replay[work] for work in ("dot_general", "exp"))
+
+
+# --------------------------------------------------------------------------------- grouped matmul
+
+ROWS, GROUPS = 30, 4
+SIZES = {
+    "even": [7, 7, 7, 7],
+    "all rows": [3, 12, 14, 1],
+    "empty groups": [0, 9, 0, 13],
+    "one group": [0, 0, 30, 0],
+    "no rows": [0, 0, 0, 0],
+    "whole blocks": [4, 8, 4, 12],
+}
+
+
+@functools.cache
+def grouped_matmul(form):
+    """(x, w, sizes, dy) -> (y, (dx, dw)), by the form of CPUs in blocks of 4 rows, or by that of other backends."""
+
+    def both(x, w, sizes, dy):
+        y, pull = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, sizes), x, w)
+        return y, pull(dy)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "ROW_BLOCK", 4)
+        patch.setattr(jax.lax, "platform_dependent", lambda *args, **forms: forms[form](*args))
+        for name in jaxprs.KERNELS:
+            patch.setattr(kernels, name, getattr(kernels, name).__wrapped__)
+        x, w, dy = matmul_inputs()
+        return jax.jit(both).lower(x, w, jnp.zeros(GROUPS, jnp.int32), dy).compile()
+
+
+def matmul_inputs():
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal(shape, np.float32) for shape in ((ROWS, 6), (GROUPS, 6, 5), (ROWS, 5)))
+
+
+@pytest.mark.parametrize("form", ["cpu", "default"])
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_grouped_matmul_is_one_product_for_each_group(form, sizes):
+    x, w, dy = matmul_inputs()
+    y, dx, dw = np.zeros_like(dy), np.zeros_like(x), np.zeros_like(w)
+    ends = np.cumsum(sizes)
+    for g, (first, end) in enumerate(zip(ends - sizes, ends, strict=True)):
+        y[first:end], dx[first:end] = x[first:end] @ w[g], dy[first:end] @ w[g].T
+        dw[g] = x[first:end].T @ dy[first:end]
+    assert_close(grouped_matmul(form)(x, w, np.array(sizes, np.int32), dy), (y, (dx, dw)))
+
+
+def test_replayed_grouped_matmul_multiplies_only_for_the_gradient():
+    x, w, dy = matmul_inputs()
+    sizes = np.array(SIZES["even"], np.int32)
+
+    def gradient(x, w, dy, kept=None):
+        return jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, sizes, kept), x, w)[1](dy)
+
+    kept = kernels.grouped_matmul(x, w, sizes)
+    jax.tree.map(np.testing.assert_array_equal, gradient(x, w, dy, kept), gradient(x, w, dy))
+    np.testing.assert_array_equal(kernels.grouped_matmul(x, w, sizes, kept), kept)
+    replay = jaxprs.count(jaxprs.live(gradient, x, w, dy, kept))
+    assert (replay["_multiply"], replay["_multiply_transposed"]) == (1, 1)

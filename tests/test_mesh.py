@@ -1,0 +1,56 @@
+"""Meshes: derived sizes, what is refused, and how processes are told that they are several."""
+
+import pytest
+
+from maxds import mesh
+from maxds.config import Mesh
+
+
+def test_an_axis_of_minus_one_takes_what_is_left():
+    assert mesh.sizes(Mesh(data=2, fsdp=-1, expert=2), 32) == {"data": 2, "fsdp": 8, "expert": 2}
+
+
+def test_any_axis_can_take_what_is_left():
+    assert mesh.sizes(Mesh(data=-1, fsdp=4, expert=2), 32) == {"data": 4, "fsdp": 4, "expert": 2}
+
+
+@pytest.mark.parametrize("config", [Mesh(data=2, fsdp=2, expert=3), Mesh(data=3, fsdp=-1), Mesh(fsdp=16)])
+def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_numbers(config):
+    with pytest.raises(mesh.MeshError) as error:
+        mesh.sizes(config, 8)
+    assert "does not fit the 8 devices present" in str(error.value)
+
+
+class Slice:
+    platform, device_kind, process_index = "cpu", "cpu", 0
+
+    def __init__(self, slice_index):
+        self.slice_index = slice_index
+
+
+def test_an_axis_other_than_data_cannot_cross_slices():
+    with pytest.raises(mesh.MeshError, match=r"mesh\.data=1 is not divisible by the 2 slices present"):
+        mesh.make(Mesh(data=1, fsdp=-1), [Slice(i // 4) for i in range(8)])
+
+
+def test_data_crosses_the_slices_and_the_other_axes_stay_inside():
+    grid = mesh.make(Mesh(data=4, fsdp=-1), devices := [Slice(i % 2) for i in range(8)]).devices
+    assert len(devices) == grid.size and grid.shape == (4, 2, 1)
+    for replica in grid:
+        assert len({device.slice_index for device in replica.flat}) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "several"),
+    [
+        ({}, False),
+        ({"TPU_WORKER_HOSTNAMES": "localhost"}, False),
+        ({"TPU_WORKER_HOSTNAMES": "a,b"}, True),
+        ({"MEGASCALE_COORDINATOR_ADDRESS": "a:1"}, True),
+        ({"JAX_COORDINATOR_ADDRESS": "a:1"}, True),
+        ({"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "2"}, True),
+    ],
+)
+def test_the_environment_says_whether_there_are_other_processes(environment, several):
+    assert mesh._is_one_of_several(environment) is several

@@ -1,0 +1,38 @@
+"""One round of the experts, on its own."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxds.model import kernels, moe
+
+ROWS, TOKENS, CHOICES, WIDTH = 16, 12, 2, 8
+
+
+def one_round():
+    """What a round adds, and the gradients of its operands; five of the sixteen rows belong to no expert."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    w = moe.Mlp(
+        up=jax.random.normal(keys[0], (3, WIDTH, 2, 4)),
+        down=jax.random.normal(keys[1], (3, 4, WIDTH)),
+    )
+    tokens, weights = jax.random.normal(keys[2], (TOKENS, WIDTH)), jax.random.uniform(keys[3], (TOKENS, CHOICES))
+    routing = jax.random.permutation(keys[4], TOKENS * CHOICES), jnp.array([4, 0, 7])
+
+    def run(operands):
+        return moe._one_round(ROWS, 0, operands, routing)[0]
+
+    y, pull = jax.vjp(run, (w, tokens, weights))
+    return y, pull(jax.random.normal(keys[5], y.shape))
+
+
+def test_what_a_kernel_leaves_in_rows_of_no_expert_reaches_nothing(monkeypatch):
+    clean = one_round()
+
+    def dirty(x, w, sizes):
+        outside = (jnp.arange(len(x)) >= jnp.sum(sizes))[:, None]
+        return jnp.where(outside, 1e6, multiply(x, w, sizes))
+
+    multiply = kernels._multiply
+    monkeypatch.setattr(kernels, "_multiply", dirty)
+    jax.tree.map(np.testing.assert_array_equal, one_round(), clean)

@@ -1,0 +1,177 @@
+"""How weights change: learning rates, decay, Muon one matrix at a time, and the dtype of the state."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import tiny
+
+from maxds import optimizer, params
+from maxds.config import Optimizer
+from maxds.model import deepseek
+
+# ----------------------------------------------------------------------------------- learning rate
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("cosine", {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.55, 110: 0.1, 1000: 0.1}),
+        ("wsd", {0: 0.1, 9: 1.0, 10: 1.0, 90: 1.0, 100: 0.55, 110: 0.1, 1000: 0.1}),
+    ],
+)
+def test_learning_rate_warms_up_and_comes_down(kind, expected):
+    rate = optimizer.learning_rate(
+        Optimizer(lr=1.0, lr_schedule=kind, warmup_steps=10, decay_fraction=0.2, min_lr_ratio=0.1), steps=110
+    )
+    found = {step: float(rate(step)) for step in expected}
+    assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_learning_rate_of_deepseek_v3():
+    """A step here is a billion of V3's 14.8T tokens (section 4.2)."""
+    rate = optimizer.learning_rate(Optimizer(lr=2.2e-4, lr_schedule="deepseek_v3", warmup_steps=100), steps=14_800)
+    middle = (2.2e-4 + 2.2e-5) / 2
+    expected = {0: 2.2e-6, 99: 2.2e-4, 10_000: 2.2e-4, 12_150: middle, 14_300: 2.2e-5, 14_632: 2.2e-5, 14_633: 7.3e-6}
+    found = {step: float(rate(step)) for step in expected}
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_learning_rate_without_warm_up_starts_at_its_height():
+    for kind in ("cosine", "wsd", "deepseek_v3"):
+        assert float(optimizer.learning_rate(Optimizer(lr=0.5, lr_schedule=kind), steps=20)(0)) == 0.5
+
+
+# ------------------------------------------------------------------------------------------- update
+
+DECLARED = deepseek.declare(tiny.V3)
+# One weight of every kind: projections with heads, experts, gate beside up, and what is not a hidden matrix.
+WEIGHTS = {
+    "q_up": DECLARED.moe_layers["attention"].q_up,
+    "out": DECLARED.moe_layers["attention"].out,
+    "experts_up": DECLARED.moe_layers["experts"].up,
+    "experts_down": DECLARED.moe_layers["experts"].down,
+    "projection": DECLARED.mtp.projection,
+    "norm": DECLARED.norm,
+    "embed": DECLARED.embed,
+    "head": DECLARED.head,
+}
+MATRICES = {name for name, p in WEIGHTS.items() if p.dims}
+
+
+def draw(seed, scale=1.0):
+    rng = np.random.default_rng(seed)
+    return {name: scale * rng.standard_normal(p.shape, np.float32) for name, p in WEIGHTS.items()}
+
+
+def updates(config, steps=2):
+    """The updates of some steps, on weights that do not change."""
+    transform = optimizer.make(config, 100, WEIGHTS)
+    weights, state = draw(0), transform.init(draw(0))
+    update, found = jax.jit(transform.update), []
+    for step in range(steps):
+        more, state = update(draw(step + 1), state, weights)
+        found.append(more)
+    return found, state
+
+
+def matrices(p, array):
+    """The 2-D matrices that a weight consists of: its inputs by its outputs, one for each index of the rest."""
+    order = [i for kind in "bio" for i, letter in enumerate(p.dims) if letter == kind]
+    inputs = np.prod([n for n, letter in zip(p.shape, p.dims, strict=True) if letter == "i"])
+    outputs = np.prod([n for n, letter in zip(p.shape, p.dims, strict=True) if letter == "o"])
+    return np.asarray(array).transpose(order).reshape(-1, inputs, outputs)
+
+
+PLAIN = Optimizer(lr=1.0, lr_schedule="wsd", weight_decay=0.0, clip=None)
+
+
+@pytest.fixture(scope="module")
+def muon():
+    return updates(dataclasses.replace(PLAIN, kind="muon"))[0]
+
+
+@pytest.mark.parametrize("name", sorted(MATRICES))
+def test_muon_orthogonalizes_every_matrix_by_itself(name, muon):
+    p = WEIGHTS[name]
+    alone = optax.contrib.muon(1.0, beta=0.95, consistent_rms=0.2)
+    gradients = [matrices(p, draw(step + 1)[name]) for step in range(2)]
+    found = [matrices(p, u[name]) for u in muon]
+    for index in {0, len(found[0]) - 1}:
+        state = alone.init(gradients[0][index])
+        for gradient, update in zip(gradients, found, strict=True):
+            expected, state = alone.update(gradient[index], state, gradient[index])
+            np.testing.assert_allclose(update[index], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_muon_leaves_norms_embedding_and_head_to_adam(muon):
+    adam = updates(PLAIN)[0]
+    for step in range(2):
+        for name in WEIGHTS.keys() - MATRICES:
+            np.testing.assert_allclose(muon[step][name], adam[step][name], rtol=1e-5, atol=1e-7)
+
+
+def test_every_hidden_matrix_of_the_model_is_declared_one():
+    others = {path.split(".")[-1] for path, p in params.flatten(DECLARED).items() if not p.dims}
+    assert others == {"embed", "head", "norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm"}
+    for path, p in params.flatten(DECLARED).items():
+        assert not p.dims or (len(p.dims) == len(p.shape) and {"i", "o"} <= set(p.dims)), path
+
+
+def test_adam_is_that_of_its_paper():
+    b1, b2, eps = 0.9, 0.95, 1e-8
+    found = updates(dataclasses.replace(PLAIN, b1=b1, b2=b2, eps=eps))[0]
+    g1, g2 = draw(1)["embed"], draw(2)["embed"]
+    m = ((1 - b1) * g2 + b1 * (1 - b1) * g1) / (1 - b1**2)
+    v = ((1 - b2) * g2**2 + b2 * (1 - b2) * g1**2) / (1 - b2**2)
+    np.testing.assert_allclose(found[1]["embed"], -m / (np.sqrt(v) + eps), rtol=1e-4, atol=1e-6)
+
+
+def test_weight_decay_is_decoupled_and_spares_the_norms():
+    without = updates(PLAIN, steps=1)[0][0]
+    decayed = updates(dataclasses.replace(PLAIN, weight_decay=0.1), steps=1)[0][0]
+    for name, weight in draw(0).items():
+        expected = np.zeros_like(weight) if name == "norm" else -0.1 * weight
+        np.testing.assert_allclose(decayed[name] - without[name], expected, atol=1e-6)
+
+
+def test_only_norms_are_spared_from_decay():
+    spared = {path.split(".")[-1] for path, p in params.flatten(DECLARED).items() if not p.decay}
+    assert spared == {"norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm"}
+
+
+def test_clipping_bounds_the_norm_of_all_gradients_together():
+    """Adam ignores the scale of its gradients but for eps: with an enormous one, updates are the clipped gradients."""
+    config = dataclasses.replace(PLAIN, eps=1e6, clip=0.5)
+    found = updates(config, steps=1)[0][0]
+    norm = np.sqrt(sum(np.sum(g**2) for g in draw(1).values()))
+    for name, gradient in draw(1).items():
+        np.testing.assert_allclose(found[name], -gradient * 0.5 / norm / 1e6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_is_stored_in_its_dtype_and_computed_with_in_float32(kind):
+    config = dataclasses.replace(PLAIN, kind=kind, state_dtype="bfloat16")
+    (first, second), state = updates(config)
+    sizes = {leaf.size for leaf in draw(0).values()}
+    assert {leaf.dtype for leaf in jax.tree.leaves(state) if leaf.size in sizes} == {jnp.dtype("bfloat16")}
+    exact = updates(dataclasses.replace(config, state_dtype="float32"))[0]
+    for name in WEIGHTS:  # nothing was read from the state in the first step; rounded moments in the second
+        np.testing.assert_array_equal(first[name], exact[0][name])
+        assert second[name].dtype == jnp.float32
+        error = np.abs(second[name] - exact[1][name]).max()
+        assert 0 < error < 0.1 * np.abs(exact[1][name]).max()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_every_moment_lives_where_its_weight_does(kind):
+    state = tiny.stepper(tiny.config(mesh=(2, 2, 2), optimizer={"kind": kind})).abstract_state
+    weights = {params.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
+    moments = {params.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
+    for path, weight in weights.items():
+        found = [leaf for name, leaf in moments.items() if name.endswith((f".mu.{path}", f".nu.{path}"))]
+        matrix = kind == "muon" and params.flatten(DECLARED)[path].dims
+        assert [(m.shape, m.sharding) for m in found] == [(weight.shape, weight.sharding)] * (1 if matrix else 2), path

@@ -1,0 +1,70 @@
+"""The compiled model is the model of the papers (tests/oracle.py), in values and in gradients."""
+
+import functools
+
+import jax
+import numpy as np
+import oracle
+import pytest
+import tiny
+
+from maxds import params
+
+MODELS = {"V3": tiny.V3, "V2": tiny.V2, "V2-Lite": tiny.V2_LITE}
+every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
+
+
+def evaluate(model, weights):
+    def layer(stack, i):
+        return jax.tree.map(lambda a: a[i], stack)
+
+    return oracle.run(model, weights, tiny.router_bias(model), tiny.batch(), layer)
+
+
+def complex_weights(model):
+    return jax.tree.map(np.complex128, tiny.weights(model))
+
+
+@functools.cache
+def expected(model):
+    terms, load, logits = evaluate(model, complex_weights(model))
+    return {name: (np.real(value), count) for name, (value, count) in terms.items()}, load, np.real(logits)
+
+
+@every_model
+def test_every_loss_term_is_that_of_the_papers(model):
+    terms, _, _ = expected(model)
+    found = tiny.outcome(tiny.config(model))
+    assert {k: int(n) for k, n in found.counts.items()} == {k: terms["main" if k == "z_loss" else k][1] for k in terms}
+    for name, (value, _) in terms.items():
+        np.testing.assert_allclose(found.sums[name], value, rtol=2e-6, err_msg=name)
+
+
+@every_model
+def test_every_token_goes_to_the_experts_of_the_papers(model):
+    _, load, _ = expected(model)
+    jax.tree.map(np.testing.assert_array_equal, tiny.outcome(tiny.config(model)).load, load)
+
+
+@every_model
+def test_logits_are_those_of_the_papers(model):
+    config = tiny.config(model)
+    found = np.asarray(tiny.logits(config)(*tiny.inputs(config)))
+    real = tiny.batch()["segments"] > 0
+    np.testing.assert_allclose(found[real], expected(model)[2][real], rtol=0, atol=1e-5 * np.abs(found).max())
+
+
+@every_model
+def test_the_gradient_of_every_weight_is_that_of_the_papers(model):
+    """Along one random direction in each weight: the complex step on one side, the gradient on the other."""
+    config, rng, step = tiny.config(model), np.random.default_rng(3), 1e-30
+    coefficients = tiny.stepper(config).network.coefficients()
+    gradients = jax.tree_util.tree_leaves_with_path(tiny.outcome(config).grads)
+    leaves, structure = jax.tree.flatten(complex_weights(model))
+    for i, (path, gradient) in enumerate(gradients):
+        direction = rng.standard_normal(gradient.shape)
+        moved = [leaf + 1j * step * direction if j == i else leaf for j, leaf in enumerate(leaves)]
+        terms, _, _ = evaluate(model, jax.tree.unflatten(structure, moved))
+        slope = sum(coefficients[k] * np.imag(value) / step / count for k, (value, count) in terms.items())
+        error = abs(np.vdot(gradient, direction) - slope) / np.linalg.norm(gradient)
+        assert error < 1e-5, (params.name(path), error)

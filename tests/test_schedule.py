@@ -1,0 +1,86 @@
+"""Every schedule, mesh and way of saving memory computes the gradients of one device that keeps everything."""
+
+import numpy as np
+import pytest
+import tiny
+
+from maxds.model import moe
+
+KEPT = ("attention", "expert_up", "mlp_up")
+# What is compared with `plain` on one device, whose terms and gradients test_oracle.py compares with the papers.
+# Layers: V3 has 1 dense, 3 MoE and 1 MTP module; V2 2 dense and 2 MoE; V2-Lite 1 MoE and 2 MTP modules.
+CASES = {
+    "plain, nothing recomputed": tiny.config(tiny.V3, "plain", (2, 2, 2), remat="none"),
+    "plain, kept and offloaded": tiny.config(
+        tiny.V3, "plain", (1, 2, 4), remat="named", keep=KEPT, offload=("attention_input", "dispatch_input")
+    ),
+    "plain, overflowing, in 2 parts": tiny.config(
+        tiny.V2, "plain", (1, 4, 2), capacity=0.25, optimizer={"accumulate_steps": 2}
+    ),
+    "plain, two MTP modules, in 4 parts": tiny.config(
+        tiny.V2_LITE, "plain", (1, 2, 2), optimizer={"accumulate_steps": 4}
+    ),
+    "split": tiny.config(tiny.V3, "batch_split", (2, 2, 2)),
+    "split, one device, in 4 parts": tiny.config(tiny.V3, "batch_split", optimizer={"accumulate_steps": 4}),
+    "split, offloaded": tiny.config(
+        tiny.V3, "batch_split", (1, 4, 2), offload=("attention_input", "dispatch_input", *KEPT)
+    ),
+    "split, overflowing": tiny.config(tiny.V3, "batch_split", (1, 2, 4), capacity=0.25),
+    "split, V2": tiny.config(tiny.V2, "batch_split", (1, 2, 4)),
+    "split, one layer, two MTP modules": tiny.config(tiny.V2_LITE, "batch_split", (1, 4, 2)),
+}
+every_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+
+
+def terms(config):
+    return tiny.stepper(config).network.coefficients()
+
+
+@every_case
+def test_every_loss_term_is_that_of_one_device(config):
+    reference, found = tiny.outcome(tiny.config(config.model)), tiny.outcome(config)
+    assert found.counts == reference.counts
+    for name in terms(config):
+        np.testing.assert_allclose(found.sums[name], reference.sums[name], rtol=1e-6, err_msg=name)
+
+
+@every_case
+def test_every_expert_has_the_load_of_one_device(config):
+    reference, found = tiny.outcome(tiny.config(config.model)).load, tiny.outcome(config).load
+    assert found.keys() == reference.keys()
+    for stack, load in reference.items():
+        np.testing.assert_array_equal(found[stack], load)
+
+
+@every_case
+def test_every_gradient_is_that_of_one_device(config):
+    error, where = tiny.largest_error(tiny.outcome(tiny.config(config.model)).grads, tiny.outcome(config).grads)
+    assert error < 1e-5, where
+
+
+@pytest.mark.parametrize(
+    ("config", "term"),
+    [
+        pytest.param(config, term, id=f"{name}: {term}")
+        for name, config in CASES.items()
+        if config.optimizer.accumulate_steps > 1
+        for term in terms(config)
+    ],
+)
+def test_accumulation_weighs_every_term_as_the_whole_batch_does(config, term):
+    reference = tiny.outcome(tiny.config(config.model), term)
+    error, where = tiny.largest_error(reference.grads, tiny.outcome(config, term).grads)
+    assert error < 1e-5, where
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "overflowing" in name])
+def test_overflowing_cases_need_more_than_one_round(name):
+    config, batch = CASES[name], tiny.batch()
+    mesh, parts = config.mesh, config.optimizer.accumulate_steps * tiny.stepper(config).network.microbatches
+    devices = mesh.data * mesh.fsdp * mesh.expert
+    k = config.model.num_experts_per_tok
+    pairs = (
+        batch["segments"].size // devices // parts * mesh.expert * k
+    )  # seen by the devices along `expert`, in a part
+    room = moe.rows_at_a_time(pairs, mesh.expert, config.schedule.capacity) * devices * parts
+    assert (batch["segments"] > 0).sum() * k > room

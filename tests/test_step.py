@@ -1,0 +1,155 @@
+"""What a training step does to the state, and what it must leave alone."""
+
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from maxds import optimizer
+from maxds.model import moe
+
+CONFIG = tiny.config(tiny.V3, "batch_split", (2, 2, 2), optimizer={"skip_spike": 100.0, "clip": None})
+STEPPER = functools.partial(tiny.stepper, CONFIG)
+
+
+def train(state, mode=None):
+    _, _, batch = tiny.inputs(CONFIG)
+    return STEPPER().train(state, batch, STEPPER().training if mode is None else mode)
+
+
+def arrays(tree):
+    """The leaves' values, copied before the state is given away."""
+    return [np.array(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def assert_identical(found, expected):
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@functools.cache
+def trained():
+    """The state after 20 steps on one batch, and the metrics of each step."""
+    state, metrics = tiny.state(CONFIG), []
+    for _ in range(20):
+        state, more = train(state)
+        metrics.append(jax.device_get(more))
+    return state, metrics
+
+
+# ------------------------------------------------------------------------------------------ packing
+
+
+@pytest.mark.parametrize(
+    "config", [tiny.config(), tiny.config(kind="batch_split", mesh=(1, 2, 2))], ids=["plain", "batch_split"]
+)
+def test_packed_documents_never_see_each_other(config):
+    weights, bias, _ = tiny.inputs(config)
+    batch = tiny.batch()
+    first = batch["segments"] == 1
+    changed = batch | {"tokens": np.where(first, (batch["tokens"] + 7) % config.model.vocab_size, batch["tokens"])}
+    before, after = (
+        np.asarray(tiny.logits(config)(weights, bias, tiny.stepper(config).batch(rows))) for rows in (batch, changed)
+    )
+    others = batch["segments"] > 1
+    assert (before[first] != after[first]).any(axis=-1).all()
+    np.testing.assert_array_equal(before[others], after[others])
+
+
+# ----------------------------------------------------------------------------------------- training
+
+
+def test_overfitting_one_batch_lowers_every_term_that_is_learned():
+    first, last = (trained()[1][i]["terms"] for i in (0, -1))
+    assert last["main"] < 0.7 * first["main"]
+    assert last["mtp_1"] < 0.9 * first["mtp_1"]
+
+
+def test_the_loss_of_a_step_is_the_weighted_sum_of_the_means_of_its_terms():
+    metrics, found = trained()[1][0], tiny.outcome(tiny.config())
+    assert metrics["tokens"] == found.counts["main"]
+    terms = {name: metrics["terms"][name] for name in found.sums}
+    np.testing.assert_allclose(
+        metrics["loss"],
+        terms["main"] + 0.1 * terms["z_loss"] + 0.1 * terms["balance"] + 0.3 * terms["mtp_1"],
+        rtol=1e-6,
+    )
+
+
+def test_every_copy_of_the_state_is_the_same_on_every_device():
+    state, _ = trained()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        copies = {}
+        for shard in leaf.addressable_shards:
+            np.testing.assert_array_equal(
+                shard.data, copies.setdefault(str(shard.index), shard.data), err_msg=str(path)
+            )
+    assert all(bias.sharding.is_fully_replicated and np.any(bias) for bias in state.router_bias.values())
+
+
+def test_a_step_counts_its_batch_and_updates_everything():
+    before, (after, metrics) = tiny.state(CONFIG), train(tiny.state(CONFIG))
+    assert (int(after.step), bool(metrics["applied"])) == (1, True)
+    for a, b in zip(arrays(after.params), arrays(before.params), strict=True):
+        assert (a != b).any()
+    np.testing.assert_allclose(after.typical_norm, metrics["grad_norm"])
+
+
+def test_what_is_not_applied_leaves_the_state_as_it_was():
+    """A spike, or a gradient that is not a number, is passed over: only the step goes on, to the next batch."""
+    calm = tiny.state(CONFIG)
+    spiking = tiny.state(CONFIG).replace(typical_norm=calm.typical_norm + 1e-6)
+    broken = calm.replace(params=calm.params.replace(norm=calm.params.norm * np.float32("nan")))
+    for state in (spiking, broken):
+        before = arrays(state.replace(step=None))
+        after, metrics = train(state)
+        assert (int(after.step), bool(metrics["applied"])) == (1, False)
+        assert_identical(arrays(after.replace(step=None)), before)
+
+
+@pytest.mark.parametrize("term", ["main", "z_loss", "balance", "mtp_1"])
+def test_a_probe_reports_the_gradient_of_its_term_and_changes_nothing(term):
+    before = arrays(tiny.state(CONFIG))
+    after, metrics = train(tiny.state(CONFIG), STEPPER().probe(term))
+    assert_identical(arrays(after), before)
+    assert not metrics["applied"]
+    assert metrics["grad_norm"] > 1e-3
+
+
+# --------------------------------------------------------------------------------------- router bias
+
+
+def test_router_bias_rises_for_idle_experts_and_falls_for_busy_ones():
+    after, _ = train(tiny.state(CONFIG))
+    for stack, bias in after.router_bias.items():
+        load = expected_load(stack)
+        np.testing.assert_array_equal(bias, np.float32(1e-3) * np.sign(load.mean(-1, keepdims=True) - load))
+
+
+def expected_load(stack):
+    """Of the weights with no bias, counted by another program on one device."""
+    weights, bias, batch = tiny.inputs(tiny.config())
+    unbiased = jax.tree.map(lambda b: 0 * b, bias)
+    mode = tiny.stepper(tiny.config()).training
+    with tiny.strictly():  # as in tiny.outcome, so that it is the same program
+        return np.asarray(tiny.loss_and_grads(tiny.config())(weights, unbiased, batch, mode)[3][stack])
+
+
+def test_router_bias_balances_a_router_that_does_not_learn():
+    scores = jax.nn.sigmoid(
+        np.random.default_rng(0).standard_normal((256, 8), np.float32) + np.linspace(-1, 1, 8, dtype=np.float32)
+    )
+
+    @jax.jit
+    def update(bias):
+        load = moe.load(tiny.V3, moe.choose(tiny.V3, scores, bias["moe_layers"][0]))
+        return optimizer.balance(bias, {"moe_layers": load[None]}, 1e-2), load
+
+    bias, imbalance = {"moe_layers": np.zeros((1, 8), np.float32)}, []
+    for _ in range(60):
+        bias, load = update(bias)
+        imbalance.append(load.max() / load.mean())
+    assert imbalance[0] > 2
+    assert imbalance[-1] < 1.1

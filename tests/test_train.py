@@ -1,0 +1,206 @@
+"""The command, in this process: a run, its interruption, its resumption, and what it refuses."""
+
+import itertools
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from maxds import checkpoint, loader, loop, mesh, step, train, trained
+from maxds.config import Config
+from maxds.data import DataError, open_data
+
+TINY = pathlib.Path(__file__).with_name("tiny.yaml")
+CACHE = None
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compile_cache(tmp_path_factory):
+    """Runs of the same program compile it once."""
+    global CACHE
+    CACHE = tmp_path_factory.mktemp("cache")
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+def load(run_dir, *overrides):
+    return loader.load(Config, TINY, [f"run_dir={run_dir}", f"compile_cache={CACHE}", *overrides])
+
+
+def run(run_dir, *overrides, stop_after=None, monkeypatch=None):
+    """Trains; with `stop_after`, as if a signal had come in that step. Returns the exit code."""
+    config, tree = load(run_dir, *overrides)
+    if stop_after is None:
+        return train.run(config, loader.render(config, tree))
+    with monkeypatch.context() as patch:
+        patch.setattr(loop.Stop, "requested", lambda self, step: step >= stop_after)
+        return train.run(config, loader.render(config, tree))
+
+
+def losses(run_dir):
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    return [row["loss"] for row in rows]
+
+
+def state(run_dir, *overrides):
+    config, _ = load(run_dir, *overrides)
+    stepper = step.make(config, mesh.make(config.mesh))
+    with checkpoint.open_run(config, print, read_only=True) as saved:
+        return jax.device_get(saved.restore(stepper.abstract_state, lambda about: None))
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, compile_cache):
+    """A run of twelve steps."""
+    folder = tmp_path_factory.mktemp("straight")
+    assert run(folder) == 0
+    return folder
+
+
+def copy(straight, tmp_path):
+    return pathlib.Path(shutil.copytree(straight, tmp_path / "copy"))
+
+
+def test_a_run_leaves_checkpoints_config_metrics_and_a_picture(straight):
+    left = {path.name for path in straight.iterdir()}
+    assert left >= {"checkpoints", "config.yaml", "metrics.jsonl", "tensorboard", "report.png"}
+    assert {path.name for path in (straight / "checkpoints").iterdir()} == {"6", "12"}
+    assert loader.load(Config, straight / "config.yaml")[0] == load(straight)[0]
+    first = json.loads((straight / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["step"] == 1 and first["loss"] > 5 and first["tokens"] > 400 and first["seconds"] > 0
+
+
+def test_the_loss_falls(straight):
+    found = losses(straight)
+    assert len(found) == 12 and found[-1] < found[0] - 0.05
+
+
+def test_an_interrupted_and_resumed_run_equals_a_straight_one_to_the_bit(straight, tmp_path, monkeypatch):
+    assert run(tmp_path, stop_after=7, monkeypatch=monkeypatch) == 3
+    assert run(tmp_path) == 0
+    assert losses(tmp_path) == losses(straight)
+    jax.tree.map(np.testing.assert_array_equal, state(tmp_path), state(straight))
+
+
+def test_a_run_resumes_on_another_mesh(straight, tmp_path, monkeypatch, capsys):
+    assert run(tmp_path, stop_after=6, monkeypatch=monkeypatch) == 3
+    capsys.readouterr()
+    assert run(tmp_path, "mesh.data=1", "mesh.fsdp=4") == 0
+    assert "changed since checkpoint 6: mesh.fsdp: 2 -> 4" in capsys.readouterr().out
+    np.testing.assert_allclose(losses(tmp_path), losses(straight), rtol=1e-5)
+
+
+def test_a_finished_run_has_nothing_to_do(straight, capsys):
+    assert run(straight) == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_half_written_checkpoint_is_skipped_with_a_warning(straight, tmp_path, capsys):
+    folder = copy(straight, tmp_path)
+    (folder / "checkpoints" / "12").rename(folder / "checkpoints" / "12.orbax-checkpoint-tmp")
+    assert run(folder) == 0
+    out = capsys.readouterr().out
+    assert "12.orbax-checkpoint-tmp is a half-written checkpoint and is skipped" in out
+    assert "restored from checkpoint 6" in out
+    assert losses(folder) == losses(straight)
+
+
+# Orbax does not wait for the other reads when one fails; they end after their event loop has.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_damaged_checkpoint_is_skipped_with_a_warning(straight, tmp_path, capsys):
+    folder = copy(straight, tmp_path)
+    for path in (folder / "checkpoints" / "12" / "state").rglob("*"):
+        if path.is_file() and "d" in path.parent.name:  # the arrays
+            path.write_bytes(b"")
+    assert run(folder) == 0
+    out = capsys.readouterr().out
+    assert "checkpoint 12 is damaged and is skipped" in out and "restored from checkpoint 6" in out
+    assert losses(folder) == losses(straight)
+
+
+def test_when_no_checkpoint_can_be_read_the_run_does_not_start_afresh(straight, tmp_path):
+    folder = copy(straight, tmp_path)
+    for path in (folder / "checkpoints").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")
+    with pytest.raises(checkpoint.CheckpointError, match=r"none of the checkpoints 6, 12 in .* can be read"):
+        run(folder)
+
+
+def test_a_run_folder_may_be_relative(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert run("runs/relative") == 0
+    assert {path.name for path in (tmp_path / "runs/relative/checkpoints").iterdir()} == {"6", "12"}
+
+
+def test_another_model_is_refused(straight):
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        run(straight, "steps=13", "model.hidden_size=64")
+    assert "model.hidden_size: 32 -> 64" in str(error.value) and "choose another run_dir" in str(error.value)
+
+
+def test_another_optimizer_is_refused(straight):
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.kind: adamw -> muon"):
+        run(straight, "steps=13", "optimizer.kind=muon")
+
+
+def test_changed_data_is_refused(straight):
+    with pytest.raises(checkpoint.CheckpointError, match="the data is not what checkpoint 12 was trained on"):
+        run(straight, "steps=13", "data.sources=[{kind: synthetic, documents: 100}]")
+
+
+def test_a_changed_learning_rate_is_shown(straight, tmp_path, capsys):
+    assert run(copy(straight, tmp_path), "steps=13", "optimizer.lr=2e-3") == 0
+    assert "changed since checkpoint 12: optimizer.lr: 0.001 -> 0.002" in capsys.readouterr().out
+
+
+def test_old_checkpoints_are_deleted_but_for_the_last_and_every_so_many(tmp_path):
+    assert run(tmp_path, "checkpoint.every_steps=2", "checkpoint.keep_last=1", "checkpoint.keep_every=4") == 0
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"4", "8", "12"}
+
+
+def test_a_run_whose_loss_stops_being_finite_stops_and_saves_nothing_of_it(tmp_path):
+    with pytest.raises(
+        loop.NonFiniteError, match=r"not finite for 5 steps in a row, 2 to 6; none .*last checkpoint: 1"
+    ):
+        run(tmp_path, "optimizer.lr=1e30", "optimizer.clip=null", "checkpoint.every_steps=1")
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1"}
+
+
+def test_a_term_that_does_nothing_is_an_error_that_names_it(tmp_path):
+    one_token = ["data.sequence_length=1", "model.num_nextn_predict_layers=1", "loss.mtp=0.3"]
+    with pytest.raises(loop.TermError, match=r"the loss term mtp_1 is enabled with weight 0\.3 but is zero at step 0"):
+        run(tmp_path, *one_token)
+
+
+def test_too_little_to_evaluate_on_is_refused_before_training(tmp_path):
+    with pytest.raises(DataError, match=r"eval\.batches=8 .* holds out"):
+        run(tmp_path, "eval.every_steps=5", "data.eval_fraction=0.001")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_prompt_that_does_not_fit_is_refused_before_training(tmp_path):
+    with pytest.raises(trained.UseError, match=r"tokens=200 more exceed model\.max_position_embeddings=64"):
+        run(tmp_path, "sample={prompt: hello}")
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_suggestion(tmp_path):
+    with pytest.raises(mesh.MeshError, match=r"data\.global_batch=24 .* 8 devices .* try 16 or 32"):
+        run(tmp_path, "data.global_batch=24")
+
+
+def test_a_mesh_that_does_not_fit_the_model_is_refused(tmp_path):
+    with pytest.raises(mesh.MeshError, match=r"dense_layers\.attention\.k_up has 12 to split over mesh\.fsdp=8"):
+        run(tmp_path, "mesh={data: 1, fsdp: 8, expert: 1}", "model.kv_lora_rank=12")
+
+
+def test_the_default_data_needs_no_download(tmp_path):
+    config, _ = load(tmp_path, "data.sources=[{kind: text, path: stdlib}]")
+    data = open_data(config.data, 257, 0, None)
+    rows = next(itertools.islice(data.batches(3), 1))
+    assert rows["tokens"].shape == (16, 32) and rows["tokens"].max() < 257
