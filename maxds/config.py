@@ -152,8 +152,10 @@ class Mesh:
 # What a decoder layer can keep for its backward pass, in the order it is produced (schedule.keep, schedule.offload).
 KeptName = Literal[
     "attention_input", "q_latent", "kv_latent", "query", "key", "value", "attention", "mlp_input", "mlp_up",
-    "dispatch_input", "shared_up", "dispatched", "expert_up",
+    "dispatch_input", "shared_up", "dispatched", "expert_up", "everything",
 ]  # fmt: skip
+# Of these, what `batch_split` can keep: what enters a stage, and what its kernels compute.
+STAGE_NAMES = "attention_input", "attention", "mlp_input", "mlp_up", "dispatch_input", "expert_up"
 
 
 @section
@@ -162,33 +164,29 @@ class Schedule:
     # Routed rows a device makes room for, as a multiple of its even share. Never drops a token:
     # what overflows is computed in further rounds.
     capacity: float = 1.5
-    remat: Literal["none", "full", "named"] = "full"  # plain: recompute nothing, all, or all but `keep` and `offload`
-    keep: tuple[KeptName, ...] = ()  # plain with remat=named
+    # Kept for the backward pass, which computes everything else again. The input of each layer is always kept, and so is
+    # the routing of what is kept in its order. `everything` (of kind=plain) leaves nothing to compute again.
+    keep: tuple[KeptName, ...] = STAGE_NAMES
     offload: tuple[KeptName, ...] = ()  # kept in host memory instead of the device's
 
     def __post_init__(self):
-        split_keeps = ("attention_input", "attention", "mlp_input", "mlp_up", "dispatch_input", "expert_up")
-        outside = [name for name in self.offload if name not in split_keeps]
+        unknown = [name for name in (*self.keep, *self.offload) if name not in STAGE_NAMES]
         _require(
             (self.capacity > 0, f"capacity={self.capacity} must be positive"),
             (
-                self.kind != "batch_split" or (self.remat, self.keep) == ("full", ()),
-                f"remat={self.remat} and keep={list(self.keep)} are choices of kind=plain; what batch_split keeps is "
-                f"fixed, and `offload` moves it",
+                self.kind != "batch_split" or not unknown,
+                f"{unknown} cannot be kept by kind=batch_split; it can keep {', '.join(STAGE_NAMES)}",
             ),
             (
-                self.kind != "plain" or self.remat == "named" or not (self.keep or self.offload),
-                f"keep={list(self.keep)} and offload={list(self.offload)} need remat=named, not {self.remat}",
-            ),
-            (
-                self.kind != "batch_split" or not outside,
-                f"offload={outside} is not kept by batch_split; it keeps {', '.join(split_keeps)}",
-            ),
-            (
-                not set(self.keep) & set(self.offload),
-                f"{sorted(set(self.keep) & set(self.offload))} cannot be both in keep and in offload",
+                "everything" not in self.offload and ("everything" not in self.keep or not self.offload),
+                f"keep={list(self.keep)} leaves nothing to offload={list(self.offload)}: name what is to be kept",
             ),
         )
+
+    @property
+    def on_device(self) -> tuple[KeptName, ...]:
+        """What is kept in the device's memory."""
+        return tuple(name for name in self.keep if name not in self.offload)
 
 
 Dtype = Literal["float32", "bfloat16"]

@@ -40,8 +40,7 @@ class Stage:
     """One step of a decoder layer, applied to one microbatch at a time."""
 
     name: str  # also the entry of the layer's weights that it reads
-    fn: Callable[..., tuple[Tree, dict[str, Tree]]]
-    keep_input: bool = False  # for the replay; otherwise the replay of the stage before brings it
+    fn: Callable[..., tuple[Tree, dict[str, Tree]]]  # what it would keep, it names
 
     def __call__(self, w: Tree, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict[str, Tree]]:
         """Runs the stage with its own weights, under its name in profiles."""
@@ -57,10 +56,16 @@ class Layer:
     combine: Callable[[Tree], Tree]  # ends the layer; linear
     pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument; linear
     observe: Callable[[dict[str, Tree]], Tree]  # metrics read off the kept values of one microbatch
+    always: tuple[str, ...] = ()  # kept whatever config says: decisions that a replay must not take again
 
 
 Run = Callable[[Tree, Tree, Microbatches, Sequence[Tree]], tuple[Microbatches, Tree]]
 """(stacked weights, stacked given, microbatches, their given) -> (microbatches, what `observe` saw of each layer)."""
+
+
+def input_name(stage: str) -> str:
+    """What config calls the input of a stage."""
+    return f"{stage}_input"
 
 
 def total(trees: Sequence[Tree]) -> Tree:
@@ -71,8 +76,16 @@ def total(trees: Sequence[Tree]) -> Tree:
 # ------------------------------------------------------------------------------------------ plain
 
 
-def plain(layer: Layer, exchange: Exchange, policy: Callable | None) -> Run:
-    """One layer after the other; the backward pass is JAX's, and `policy` says what it need not recompute."""
+def plain(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequence[str]) -> Run:
+    """One layer after the other; the backward pass is JAX's."""
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=(*layer.always, *keep),
+        names_which_can_be_offloaded=offload,
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    if "everything" in keep:
+        policy = recompute_nothing
 
     def one_layer(xs, params, given, contexts):
         w = exchange.fetch(params)
@@ -80,7 +93,7 @@ def plain(layer: Layer, exchange: Exchange, policy: Callable | None) -> Run:
         for x, context in zip(xs, contexts, strict=True):
             kept = {}
             for stage in layer.stages:
-                x = jax.tree.map(lambda a, s=stage: checkpoint_name(a, f"{s.name}_input"), x) if stage.keep_input else x
+                x = jax.tree.map(lambda a, s=stage: checkpoint_name(a, input_name(s.name)), x)
                 x, more = stage(w[stage.name], x, Given(given, context))
                 kept |= more
             outs.append(layer.combine(x))
@@ -108,16 +121,22 @@ def recompute_nothing(primitive, *_, **params) -> bool:
 class Tape:
     """What one layer hands from its forward to its backward pass: nothing else is kept."""
 
-    inputs: dict[str, Microbatches]  # of the stages that keep their input
+    inputs: dict[str, Microbatches]  # of stages; the replay of the stage before brings what is not here
     kept: dict[str, list[dict[str, Tree]]]  # of each stage, by microbatch
 
+    def only(self, names: Sequence[str]) -> "Tape":
+        """Without what is not named."""
+        inputs = {stage: xs for stage, xs in self.inputs.items() if input_name(stage) in names}
+        kept = {s: [{n: v for n, v in k.items() if n in names} for k in by] for s, by in self.kept.items()}
+        return Tape(inputs, kept)
+
     def moved(self, names: Sequence[str], space: Any) -> "Tape":
-        """The tape with what `schedule.offload` names in host or device memory."""
+        """With what is named in host or device memory."""
 
         def move(name: str, value: Tree) -> Tree:
             return jax.tree.map(lambda a: jax.device_put(a, space), value) if name in names else value
 
-        inputs = {stage: move(f"{stage}_input", x) for stage, x in self.inputs.items()}
+        inputs = {stage: move(input_name(stage), x) for stage, x in self.inputs.items()}
         kept = {s: [{n: move(n, v) for n, v in k.items()} for k in by] for s, by in self.kept.items()}
         return Tape(inputs, kept)
 
@@ -149,8 +168,7 @@ def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tupl
     xs = [a, layer.combine(b)]  # b's combine travels while a attends
     inputs, kept = {}, {}
     for stage in layer.stages:
-        if stage.keep_input:
-            inputs[stage.name] = xs
+        inputs[stage.name] = xs
         outs = stagger(lambda i, x, s=stage: s(w[s.name], x, given[i]), xs)
         xs, kept[stage.name] = (list(part) for part in zip(*outs, strict=True))
     a, b = xs
@@ -179,13 +197,14 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
     return [da, uncombine(db)], dw
 
 
-def batch_split(layer: Layer, exchange: Exchange, offload: Sequence[str] = ()) -> Run:
+def batch_split(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequence[str]) -> Run:
     """Two microbatches, weights gathered one layer ahead, gradients scattered one behind, reduced over DCN two behind.
 
     No layer is peeled off the two scans, so the compiler sees one forward and one backward layer:
     microbatch b enters with a pending combine that adds nothing. The last layer's gathered
     weights are handed to the backward pass, which needs them first.
     """
+    keep = (input_name(layer.stages[0].name), *layer.always, *keep)
 
     @jax.custom_vjp
     def run(params, given, xs, contexts):
@@ -199,7 +218,7 @@ def batch_split(layer: Layer, exchange: Exchange, offload: Sequence[str] = ()) -
             w_next = exchange.gather(at(params, jnp.minimum(i + 1, num_layers - 1)))
             xs, tape = forward(layer, w, [Given(at(given, i), c) for c in contexts], xs)
             seen = total([layer.observe(_merged(tape, m)) for m in range(len(xs))])
-            return (xs, w_next), (tape.moved(offload, jax.memory.Space.Host), seen)
+            return (xs, w_next), (tape.only((*keep, *offload)).moved(offload, jax.memory.Space.Host), seen)
 
         start = [xs[0], layer.pending(xs[1])], exchange.gather(at(params, 0))
         (xs, w), (tapes, seen) = lax.scan(one_layer, start, jnp.arange(num_layers))

@@ -7,6 +7,8 @@ import collections
 import dataclasses
 import functools
 import math
+import operator
+import typing
 
 import jax
 import jaxprs
@@ -15,6 +17,7 @@ import pytest
 import tiny
 
 from maxds import params, schedule
+from maxds.config import STAGE_NAMES, KeptName
 
 MODEL = dataclasses.replace(tiny.V3, num_hidden_layers=3, first_k_dense_replace=0, num_nextn_predict_layers=0)
 LAYER = params.unstacked(tiny.deepseek.declare(MODEL).moe_layers)
@@ -107,37 +110,58 @@ def test_backward_gathers_scatters_and_sums_each_weight_once():
     }
 
 
-def test_a_layer_keeps_exactly_this(monkeypatch):
-    tapes, forward = [], schedule.forward
+def rows():
+    """Routed rows that a device makes room for, in one microbatch of one row."""
+    even_share = tiny.LENGTH * MODEL.num_experts_per_tok
+    return int(1.5 * even_share + 7) // 8 * 8
 
-    def spy(*args):
-        xs, tape = forward(*args)
-        tapes.append(tape)
-        return xs, tape
 
-    monkeypatch.setattr(schedule, "forward", spy)
-    config = tiny.config(MODEL, "batch_split", (2, 2, 2))
+def of_each_microbatch():
+    """What a layer keeps whatever config says; and what of it each name adds."""
+    c, b, s, k = MODEL, 1, tiny.LENGTH, MODEL.num_experts_per_tok
+    always = {
+        "inputs.attention.{}.h": ("float32", b, s, c.hidden_size),
+        "inputs.attention.{}.balance": ("float32",),
+        "kept.dispatch.{}.routing.0": ("int32", b * s, k),  # chosen
+        "kept.dispatch.{}.routing.1": ("int32", 2 * b * s * k),  # order, of the two devices along `expert`
+        "kept.dispatch.{}.routing.2": ("int32", c.n_routed_experts // 2),  # sizes
+    }
+    named = {
+        "attention": {
+            "kept.attention.{}.attention.0": ("float32", b, s, c.num_attention_heads, c.v_head_dim),
+            "kept.attention.{}.attention.1": ("float32", b, c.num_attention_heads, s),  # log-sum-exp
+        },
+        "dispatch_input": {
+            "inputs.dispatch.{}.h": ("float32", b, s, c.hidden_size),
+            "inputs.dispatch.{}.balance": ("float32",),
+        },
+        "expert_up": {"kept.experts.{}.expert_up": ("float32", rows(), 2 * c.moe_intermediate_size)},
+    }
+    return always, named
+
+
+@pytest.mark.parametrize("keep", [(), ("attention",), ("dispatch_input",), ("expert_up",), STAGE_NAMES])
+def test_a_layer_keeps_exactly_what_config_names(monkeypatch, keep):
+    tapes, only = [], schedule.Tape.only
+    monkeypatch.setattr(schedule.Tape, "only", lambda *args: tapes.append(only(*args)) or tapes[-1])
+    config = tiny.config(MODEL, "batch_split", (2, 2, 2), keep=keep)
     stepper = tiny.stepper(config)
     jax.eval_shape(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
     found = {params.name(path): (leaf.dtype.name, *leaf.shape) for path, leaf in jax.tree.leaves_with_path(tapes[0])}
-
-    c, b, s = MODEL, 1, tiny.LENGTH  # one row of each microbatch
-    all_tokens, k = 2 * b * s, c.num_experts_per_tok  # of the two devices along `expert`
-    even_share = all_tokens * k // 2
-    rows = int(1.5 * even_share + 7) // 8 * 8
-    expected = {
-        "inputs.attention.{}.h": ("float32", b, s, c.hidden_size),
-        "inputs.attention.{}.balance": ("float32",),
-        "inputs.dispatch.{}.h": ("float32", b, s, c.hidden_size),
-        "inputs.dispatch.{}.balance": ("float32",),
-        "kept.attention.{}.attention.0": ("float32", b, s, c.num_attention_heads, c.v_head_dim),
-        "kept.attention.{}.attention.1": ("float32", b, c.num_attention_heads, s),  # log-sum-exp
-        "kept.dispatch.{}.routing.0": ("int32", b * s, k),  # chosen
-        "kept.dispatch.{}.routing.1": ("int32", all_tokens * k),  # order
-        "kept.dispatch.{}.routing.2": ("int32", c.n_routed_experts // 2),  # sizes
-        "kept.experts.{}.expert_up": ("float32", rows, 2 * c.moe_intermediate_size),
-    }
+    always, named = of_each_microbatch()
+    expected = functools.reduce(operator.or_, (named[name] for name in keep if name in named), always)
     assert found == {name.format(m): shape for name, shape in expected.items() for m in range(2)}
+
+
+@pytest.mark.parametrize("keep", [(), ("dispatch_input",), ("attention", "expert_up")])
+def test_what_is_not_kept_is_computed_again_and_nothing_else(keep):
+    """Beside the projections, once each; and the routing is never decided again."""
+    backward, _ = work(layers("batch_split", keep=keep)[1])
+    output_projection = "dispatch_input" not in keep
+    again = PROJECTIONS - 2 + output_projection + ATTENTION * ("attention" not in keep)
+    assert backward["dot_general"] == 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + again)
+    assert backward["_multiply"] == 2 * (2 if "expert_up" in keep else 3)
+    assert (backward["sort"], backward["top_k"]) == (0, 0)
 
 
 def test_what_is_offloaded_goes_to_host_memory_and_comes_back():
@@ -172,28 +196,57 @@ def products(kind, **schedule):
 NECESSARY = np.array([2 * PROJECTIONS + ATTENTION_BACKWARD, 2, 2])
 
 
-def test_plain_without_remat_recomputes_nothing():
-    assert products("plain", remat="none") == tuple(NECESSARY)
+def test_plain_that_keeps_everything_recomputes_nothing():
+    assert products("plain", keep=("everything",)) == tuple(NECESSARY)
 
 
-def test_plain_with_full_remat_recomputes_the_forward_pass_once():
+def test_plain_that_keeps_nothing_recomputes_the_forward_pass_once():
     """All of it but the two down products, on which no gradient depends."""
-    assert products("plain", remat="full") == tuple(NECESSARY + np.array([PROJECTIONS + ATTENTION - 1, 1, 0]))
+    assert products("plain", keep=()) == tuple(NECESSARY + np.array([PROJECTIONS + ATTENTION - 1, 1, 0]))
 
 
 def test_plain_recomputes_nothing_of_what_it_is_told_to_keep():
-    kept = products("plain", remat="named", keep=("attention", "expert_up"))
+    kept = products("plain", keep=("attention", "expert_up"))
     assert kept == tuple(NECESSARY + np.array([PROJECTIONS - 1, 0, 0]))
 
 
+def residuals(**schedule):
+    """What the forward scan of `plain` hands to the backward one: (dtype, shape) of a layer."""
+    forward, _ = scans(tiny.config(MODEL, "plain", (2, 2, 2), **schedule))
+    results = zip(forward.params["jaxpr"].jaxpr.outvars, forward.outvars, strict=True)
+    kept = [one.aval for one, all_layers in results if one.aval.shape != all_layers.aval.shape]
+    return collections.Counter((aval.dtype.name, *aval.shape) for aval in kept)
+
+
+@pytest.mark.parametrize("name", sorted(set(typing.get_args(KeptName)) - {"everything", "mlp_input", "mlp_up"}))
+def test_plain_keeps_exactly_what_config_names(name):
+    c, tokens = MODEL, (2, tiny.LENGTH)
+    heads = (*tokens, c.num_attention_heads)
+    shapes = {
+        "attention_input": [],  # always kept, and not twice
+        "q_latent": [(*tokens, c.q_lora_rank)],
+        "kv_latent": [(*tokens, c.kv_lora_rank), (*tokens, c.qk_rope_head_dim)],
+        "query": [(*heads, c.qk_head_dim)],
+        "key": [(*heads, c.qk_head_dim)],
+        "value": [(*heads, c.v_head_dim)],
+        "attention": [(*heads, c.v_head_dim), (2, c.num_attention_heads, tiny.LENGTH)],
+        "dispatch_input": [(*tokens, c.hidden_size)],
+        "shared_up": [(*tokens, 2 * c.n_shared_experts * c.moe_intermediate_size)],
+        "dispatched": [(2 * 2 * tiny.LENGTH, c.hidden_size)],
+        "expert_up": [(2 * rows(), 2 * c.moe_intermediate_size)],
+    }
+    added = residuals(keep=(name,)) - residuals(keep=())
+    assert added == collections.Counter(("float32", *shape) for shape in shapes[name])
+
+
 def test_plain_that_keeps_values_keeps_the_routing_that_orders_them():
-    backward, _ = work(layers("plain", remat="named", keep=("expert_up",))[1])
+    backward, _ = work(layers("plain", keep=("expert_up",))[1])
     assert (backward["sort"], backward["top_k"]) == (0, 0)
 
 
-def test_plain_without_remat_keeps_no_weight():
+def test_plain_that_keeps_everything_keeps_no_weight():
     """Neither gathered nor as a shard, whatever its shape or dtype. No activation here has a weight's shape."""
-    forward, _ = scans(tiny.config(MODEL, "plain", (1, 2, 2), remat="none", precision={"compute": "bfloat16"}))
+    forward, _ = scans(tiny.config(MODEL, "plain", (1, 2, 2), keep=("everything",), precision={"compute": "bfloat16"}))
     results = zip(forward.params["jaxpr"].jaxpr.outvars, forward.outvars, strict=True)
     kept = {one.aval.shape for one, all_layers in results if one.aval.shape != all_layers.aval.shape}
     assert len(kept) > 10
@@ -206,7 +259,7 @@ def test_plain_without_remat_keeps_no_weight():
             assert not kept & {shape, *flattened}, path
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-def test_plain_gathers_weights_again_for_the_backward_pass(remat):
-    forward, backward = (collectives(jaxpr) for jaxpr in layers("plain", remat=remat))
+@pytest.mark.parametrize("keep", [("everything",), ()])
+def test_plain_gathers_weights_again_for_the_backward_pass(keep):
+    forward, backward = (collectives(jaxpr) for jaxpr in layers("plain", keep=keep))
     assert forward["all_gather", "fsdp"] == backward["all_gather", "fsdp"] == len(SPLIT)

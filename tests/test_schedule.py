@@ -10,9 +10,9 @@ KEPT = ("attention", "expert_up", "mlp_up")
 # What is compared with `plain` on one device, whose terms and gradients test_oracle.py compares with the papers.
 # Layers: V3 has 1 dense, 3 MoE and 1 MTP module; V2 2 dense and 2 MoE; V2-Lite 1 MoE and 2 MTP modules.
 CASES = {
-    "plain, nothing recomputed": tiny.config(tiny.V3, "plain", (2, 2, 2), remat="none"),
+    "plain, nothing recomputed": tiny.config(tiny.V3, "plain", (2, 2, 2), keep=("everything",)),
     "plain, kept and offloaded": tiny.config(
-        tiny.V3, "plain", (1, 2, 4), remat="named", keep=KEPT, offload=("attention_input", "dispatch_input")
+        tiny.V3, "plain", (1, 2, 4), keep=KEPT, offload=("attention_input", "dispatch_input")
     ),
     "plain, overflowing, in 2 parts": tiny.config(
         tiny.V2, "plain", (1, 4, 2), capacity=0.25, optimizer={"accumulate_steps": 2}
@@ -25,6 +25,7 @@ CASES = {
     "split, offloaded": tiny.config(
         tiny.V3, "batch_split", (1, 4, 2), offload=("attention_input", "dispatch_input", *KEPT)
     ),
+    "split, nothing kept": tiny.config(tiny.V3, "batch_split", (2, 2, 2), keep=()),
     "split, overflowing": tiny.config(tiny.V3, "batch_split", (1, 2, 4), capacity=0.25),
     "split, V2": tiny.config(tiny.V2, "batch_split", (1, 2, 4)),
     "split, one layer, two MTP modules": tiny.config(tiny.V2_LITE, "batch_split", (1, 4, 2)),

@@ -128,7 +128,7 @@ def attend(c: Model, w: Attention, x: Tree, given: Given, kept: dict | None = No
     """The stage: `x.h` [B S D] plus its attention. Keeps the kernel's output and log-sum-exp."""
 
     def read(q, cached):
-        return expanded(w, q, cached, given.tokens.segments, None if kept is None else kept["attention"])
+        return expanded(w, q, cached, given.tokens.segments, (kept or {}).get("attention"))
 
     x, attention = attend_to(c, w, x, given.tokens.rope, read)
     return x, {"attention": attention}

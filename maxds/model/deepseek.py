@@ -113,33 +113,24 @@ class Network:
         declared = params_lib.unstacked(stacked)
         chosen, layer = self.config.schedule, self.layer(declared)
         if chosen.kind == "batch_split":
-            return schedule.batch_split(layer, self.exchange(declared), chosen.offload)
-        policy = {
-            "full": None,
-            "none": schedule.recompute_nothing,
-            "named": jax.checkpoint_policies.save_and_offload_only_these_names(
-                names_which_can_be_saved=(*chosen.keep, "routing"),  # rows that are kept lie in its order
-                names_which_can_be_offloaded=chosen.offload,
-                offload_src="device",
-                offload_dst="pinned_host",
-            ),
-        }
-        return schedule.plain(layer, self.exchange(declared), policy[chosen.remat])
+            return schedule.batch_split(layer, self.exchange(declared), chosen.on_device, chosen.offload)
+        return schedule.plain(layer, self.exchange(declared), chosen.on_device, chosen.offload)
 
     def layer(self, declared: dict[str, Tree]) -> schedule.Layer:
         """A dense or an MoE layer, as the declaration says."""
         c = self.model
-        attend = schedule.Stage("attention", functools.partial(attention.attend, c), keep_input=True)
+        attend = schedule.Stage("attention", functools.partial(attention.attend, c))
         if "mlp" in declared:
-            mlp = schedule.Stage("mlp", functools.partial(moe.dense, c), keep_input=True)
+            mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
             return schedule.Layer((attend, mlp), combine=_same, pending=_same, observe=lambda kept: {})
-        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c), keep_input=True)
+        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c))
         experts = schedule.Stage("experts", functools.partial(moe.experts, c, self.config.schedule.capacity))
         return schedule.Layer(
             (attend, dispatch, experts),
             combine=moe.combine,
             pending=moe.pending,
             observe=lambda kept: {"load": moe.load(c, kept["routing"][0])},
+            always=("routing",),
         )
 
     # -------------------------------------------------------------------------------- forward

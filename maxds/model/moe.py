@@ -117,7 +117,7 @@ def declare_experts(c: Model) -> Mlp:
 def dense(c: Model, w: Dense, x: Stream, given: Given, kept: dict | None = None) -> tuple[Stream, dict]:
     """The stage of a dense layer: `x.h` plus its MLP. Keeps the gate and up product."""
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
-    up = kept_product(y, w.mlp.up, kept and kept["mlp_up"])
+    up = kept_product(y, w.mlp.up, (kept or {}).get("mlp_up"))
     up = checkpoint_name(up, "mlp_up")
     return dataclasses.replace(x, h=x.h + swiglu(up) @ w.mlp.down), {"mlp_up": up}
 
@@ -238,7 +238,7 @@ def experts(
     """The stage: this device's experts, each on its tokens. Keeps the gate and up product of the first round."""
     rows = rows_at_a_time(x.weights.size, lax.axis_size("expert"), capacity)
     routing = jnp.pad(x.order, (0, -len(x.order) % rows)), x.sizes
-    found: Any = _all_rounds(rows, (w, x.tokens, x.weights), routing, kept and kept["expert_up"])
+    found: Any = _all_rounds(rows, (w, x.tokens, x.weights), routing, (kept or {}).get("expert_up"))
     partial, up = found
     return Computed(x.stream, partial), {"expert_up": up}
 

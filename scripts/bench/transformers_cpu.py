@@ -36,7 +36,7 @@ TORCH = [
 ]
 MAXDS = {
     "maxds plain": ["schedule.kind=plain"],
-    "maxds plain, nothing recomputed": ["schedule.kind=plain", "schedule.remat=none"],
+    "maxds plain, nothing recomputed": ["schedule.kind=plain", "schedule.keep=everything"],
     "maxds batch_split": [],
 }
 
