@@ -164,8 +164,8 @@ class Schedule:
     # Routed rows a device makes room for, as a multiple of its even share. Never drops a token:
     # what overflows is computed in further rounds.
     capacity: float = 1.5
-    # Kept for the backward pass, which computes everything else again. The input of each layer is always kept, and so is
-    # the routing of what is kept in its order. `everything` (of kind=plain) leaves nothing to compute again.
+    # Kept for the backward pass, which computes everything else again. A layer's input and its routing are always kept;
+    # `everything` (of kind=plain) leaves nothing to compute again.
     keep: tuple[KeptName, ...] = STAGE_NAMES
     offload: tuple[KeptName, ...] = ()  # kept in host memory instead of the device's
 

@@ -16,6 +16,7 @@ from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
 from maxds.config import Config
+from maxds.model import tpu
 
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print every key, its value and its origin, and exit.")
 _DESCRIBE = flags.DEFINE_bool("describe", False, "Print parameters, FLOPs and bytes per device, and exit.")
@@ -28,6 +29,7 @@ MISTAKES = (
     checkpoint.CheckpointError,
     loop.TermError,
     trained.UseError,
+    tpu.KernelError,
 )
 
 

@@ -27,6 +27,7 @@ SPLIT = {path: p for path, p in params.flatten(LAYER).items() if "fsdp" in p.spe
 # router, shared up, shared down. Each of them costs two in the backward pass.
 PROJECTIONS = 10
 ATTENTION, ATTENTION_BACKWARD = 2, 6
+COUNTING = 1  # the routing's places
 
 
 def scans(config):
@@ -79,7 +80,7 @@ def test_backward_recomputes_projections_but_neither_attention_nor_what_follows_
     forward, _ = work(layers("batch_split")[0])
     backward, _ = work(layers("batch_split")[1])
     again = PROJECTIONS - 2  # not the output projection, not the down projection of the shared expert
-    assert forward["dot_general"] == 2 * (PROJECTIONS + ATTENTION)
+    assert forward["dot_general"] == 2 * (PROJECTIONS + ATTENTION + COUNTING)
     assert backward["dot_general"] == 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + again)
 
 
@@ -124,7 +125,8 @@ def of_each_microbatch():
         "inputs.attention.{}.balance": ("float32",),
         "kept.dispatch.{}.routing.0": ("int32", b * s, k),  # chosen
         "kept.dispatch.{}.routing.1": ("int32", 2 * b * s * k),  # order, of the two devices along `expert`
-        "kept.dispatch.{}.routing.2": ("int32", c.n_routed_experts // 2),  # sizes
+        "kept.dispatch.{}.routing.2": ("int32", 2 * b * s, k),  # slots
+        "kept.dispatch.{}.routing.3": ("int32", c.n_routed_experts // 2),  # sizes
     }
     named = {
         "attention": {

@@ -8,7 +8,7 @@ import jaxprs
 import numpy as np
 import pytest
 
-from maxds.model import kernels
+from maxds.model import kernels, tpu
 
 # -------------------------------------------------------------------------------------- attention
 
@@ -67,6 +67,56 @@ def test_replayed_attention_does_none_of_the_work_of_the_forward_pass():
     assert (forward["dot_general"], forward["exp"]) == (2, 2)  # scores, output; log-sum-exp, weights
     assert (replay["dot_general"], replay["exp"]) == (6, 1)  # scores, dv, dweights, delta, dk, dq; weights
     assert all(step[work] == forward[work] + replay[work] for work in ("dot_general", "exp"))
+
+
+def test_attention_on_tpu_is_that_on_cpu(monkeypatch):
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (rng.standard_normal((2, 256, 2, size), np.float32) for size in (24, 24, 16, 16))
+    segments = np.sort(rng.integers(0, 4, (2, 256), np.int32))
+    for name in ("attend_row", "attend_row_backward"):
+        monkeypatch.setattr(tpu, name, functools.partial(getattr(tpu, name), interpret=True))
+    out, (_, lse) = kernels.attention(q, k, v, segments)
+    assert_close(tpu.attend(*map(jnp.asarray, (q, k, v, segments))), (out, lse))
+    expected = kernels._attend_backward(q, k, v, segments, (out, lse), dout)
+    assert_close(tpu.attend_backward(*map(jnp.asarray, (q, k, v, segments)), (out, lse), dout), expected)
+
+
+# ----------------------------------------------------------------------------- tokens and routed rows
+
+
+def routes():
+    """Of 6 tokens with 3 choices: 8 of the 18 pairs have one of the 10 rows."""
+    order = np.random.default_rng(0).permutation(18)
+    slots = np.argsort(order).reshape(6, 3)
+    return kernels.Routes(jnp.asarray(order[:10]), jnp.asarray(slots), jnp.asarray(slots < 8))
+
+
+def test_rows_hold_their_tokens_and_tokens_the_sums_of_their_rows():
+    rng, r = np.random.default_rng(1), routes()
+    tokens, rows = rng.standard_normal((6, 4), np.float32), rng.standard_normal((10, 4), np.float32)
+    summed, token = np.zeros_like(tokens), np.asarray(r.pairs)[:8] // 3
+    np.add.at(summed, token, rows[:8])
+    np.testing.assert_array_equal(kernels.rows_of_tokens(tokens, r)[:8], tokens[token])
+    np.testing.assert_array_equal(kernels.rows_of_pairs(tokens[:, :3], r)[:8], tokens[:, :3].ravel()[r.pairs[:8]])
+    np.testing.assert_allclose(kernels.tokens_of_rows(rows, r), summed, rtol=1e-6)
+
+
+def owned(x):
+    """Nothing but zeros in rows that belong to no token."""
+    return np.concatenate([x[:8], np.zeros_like(x[8:])]) if len(x) == 10 else np.asarray(x)
+
+
+@pytest.mark.parametrize(
+    ("move", "shape"),
+    [(kernels.rows_of_tokens, (6, 4)), (kernels.rows_of_pairs, (6, 3)), (kernels.tokens_of_rows, (10, 4))],
+)
+def test_moves_of_rows_have_their_transpose_as_gradient_and_it_is_a_gather(move, shape):
+    rng, r = np.random.default_rng(1), routes()
+    x = rng.standard_normal(shape, np.float32)
+    y, pull = jax.vjp(lambda x: move(x, r), x)
+    dy = rng.standard_normal(y.shape, np.float32)  # what lies in rows that belong to none must not matter
+    np.testing.assert_allclose(np.sum(owned(pull(dy)[0]) * x), np.sum(owned(y) * dy), rtol=1e-5)
+    assert not any("scatter" in name for name in jaxprs.count(jaxprs.live(lambda dy: pull(dy)[0], dy)))
 
 
 # --------------------------------------------------------------------------------- grouped matmul

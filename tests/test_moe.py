@@ -17,7 +17,8 @@ def one_round():
         down=jax.random.normal(keys[1], (3, 4, WIDTH)),
     )
     tokens, weights = jax.random.normal(keys[2], (TOKENS, WIDTH)), jax.random.uniform(keys[3], (TOKENS, CHOICES))
-    routing = jax.random.permutation(keys[4], TOKENS * CHOICES), jnp.array([4, 0, 7])
+    order = jax.random.permutation(keys[4], TOKENS * CHOICES)
+    routing = order, jnp.argsort(order).reshape(TOKENS, CHOICES), jnp.array([4, 0, 7])
 
     def run(operands):
         return moe._one_round(ROWS, 0, operands, routing)[0]

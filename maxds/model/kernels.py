@@ -1,25 +1,38 @@
-"""The two kernels of a decoder layer, chosen per backend here and nowhere else.
+"""The kernels of a decoder layer, chosen per backend here and nowhere else.
 
-Both can be replayed: what the forward pass computed is handed back as `kept`, the work is not done
-again, and the gradient flows as if it had been.
+Attention and grouped matmul can be replayed: what the forward pass computed is handed back as
+`kept`, the work is not done again, and the gradient flows as if it had been.
 
-| kernel         | CPU                                  | GPU, TPU         |
-|----------------|--------------------------------------|------------------|
-| attention      | XLA, by blocks of queries            | the same         |
-| grouped matmul | a loop over blocks of rows (below)   | `lax.ragged_dot` |
+| kernel         | CPU                        | GPU                        | TPU                                 |
+|----------------|----------------------------|----------------------------|-------------------------------------|
+| attention      | XLA, by blocks of queries  | XLA, by blocks of queries  | JAX's splash, in rows of n 128      |
+| grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                    |
+| sum of rows    | XLA, choice by choice      | XLA, choice by choice      | tokamax's, on SparseCores, bfloat16 |
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """
 
 import functools
+from collections.abc import Callable
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from maxds.model import tpu
+
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
 ROW_BLOCK = 128  # rows of one expert multiplied at a time on CPU
+SPARSE_CORES = "TPU v5", "TPU v6 lite", "TPU7x"
+
+
+def _device_kind() -> str:
+    """What the program is traced for, as JAX names it: "cpu", "TPU v5", "TPU7x", ..."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return "cpu" if device is None else device.device_kind
+
 
 # -------------------------------------------------------------------------------------- attention
 
@@ -45,7 +58,10 @@ def attention(
 
 @jax.custom_vjp
 def _attention(q, k, v, segments, kept):
-    return _attend(q, k, v, segments) if kept is None else kept
+    if kept is not None:
+        return kept
+    attend = tpu.attend if _is_for_splash(q) else _attend
+    return attend(q, k, v, segments)
 
 
 def _attention_forward(q, k, v, segments, kept):
@@ -57,11 +73,15 @@ def _attention_forward(q, k, v, segments, kept):
 def _attention_backward(residuals, cotangents):
     q, k, v, segments, kept, out, lse = residuals
     dout, _ = cotangents
-    dq, dk, dv = _attend_backward(q, k, v, segments, out, lse, dout)
-    return dq, dk, dv, None, jax.tree.map(jnp.zeros_like, kept)
+    attend_backward = tpu.attend_backward if _is_for_splash(q) else _attend_backward
+    return *attend_backward(q, k, v, segments, (out, lse), dout), None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _is_for_splash(q: jax.Array) -> bool:
+    return "TPU" in _device_kind() and q.shape[1] % 128 == 0
 
 
 def _blocks(x: jax.Array, axis: int) -> jax.Array:
@@ -98,7 +118,9 @@ def _attend(q, k, v, segments):
     return _joined(out, 1), _joined(lse, 2)
 
 
-def _attend_backward(q, k, v, segments, out, lse, dout):
+def _attend_backward(q, k, v, segments, kept, dout):
+    out, lse = kept
+
     def block(carry, args):
         dk, dv = carry
         q, segments_q, out, lse, dout, index = args
@@ -206,3 +228,51 @@ def _multiply_transposed_by_blocks(x, dy, sizes):
         return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
 
     return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), x.dtype))
+
+
+# ---------------------------------------------------------------------------------- tokens and routed rows
+
+
+@flax.struct.dataclass
+class Routes:
+    """Which of R rows belong to which of A tokens; a row belongs to a (token, choice) pair."""
+
+    pairs: jax.Array  # [R] int32: the pair of each row; of rows that belong to none, any
+    slots: jax.Array  # [A K] int32: the row of each pair
+    here: jax.Array  # [A K] bool: whether it has one
+
+
+@jax.custom_vjp
+def rows_of_tokens(tokens: jax.Array, routes: Routes) -> jax.Array:
+    """[A D] -> [R D]: each row's token. Rows that belong to none hold anything."""
+    return jnp.take(tokens, routes.pairs // routes.slots.shape[1], axis=0, mode="clip")
+
+
+@jax.custom_vjp
+def tokens_of_rows(rows: jax.Array, routes: Routes) -> jax.Array:
+    """[R D] -> [A D]: the sum of each token's rows; the transpose of `rows_of_tokens`."""
+    if rows.dtype == jnp.bfloat16 and _device_kind() in SPARSE_CORES:
+        return tpu.sum_rows(rows, routes.slots, routes.here)
+    choices = zip(routes.slots.T, routes.here.T, strict=True)
+    found = (jnp.where(here[:, None], jnp.take(rows, slots, axis=0, mode="clip"), 0) for slots, here in choices)
+    return functools.reduce(jnp.add, found)
+
+
+@jax.custom_vjp
+def rows_of_pairs(values: jax.Array, routes: Routes) -> jax.Array:
+    """[A K] -> [R]: each row's value. Rows that belong to no pair hold anything."""
+    return jnp.take(values.reshape(-1), routes.pairs, mode="clip")
+
+
+def _pairs_of_rows(values: jax.Array, routes: Routes) -> jax.Array:
+    return jnp.where(routes.here, jnp.take(values, routes.slots, mode="clip"), 0)
+
+
+def _with_transpose(move: Callable, transpose: Callable) -> None:
+    """A gather's own transpose would be a scatter, which sorts on TPU and is serial on CPU."""
+    move.defvjp(lambda x, routes: (move(x, routes), routes), lambda routes, dy: (transpose(dy, routes), None))
+
+
+_with_transpose(rows_of_tokens, tokens_of_rows)
+_with_transpose(tokens_of_rows, rows_of_tokens)
+_with_transpose(rows_of_pairs, _pairs_of_rows)

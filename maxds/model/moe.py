@@ -67,6 +67,7 @@ class Dispatched:
     tokens: jax.Array  # [A D]
     weights: jax.Array  # [A K] float32
     order: jax.Array  # [A K] int32: (token, choice) pairs, this device's experts' first, sorted by expert
+    slots: jax.Array  # [A K] int32: where in that order this device's pairs are; A K for those of other devices
     sizes: jax.Array  # [G] int32: pairs of each expert of this device
 
 
@@ -206,10 +207,10 @@ def dispatch(c: Model, w: Dispatch, x: Stream, given: Given, kept: dict | None =
     if kept is None:
         chosen = jnp.where(segments.reshape(-1, 1) > 0, choose(c, scores, given.layer), c.n_routed_experts)
         kept = {"routing": checkpoint_name((chosen, *sort(c, all_gather(chosen))), "routing")}
-    chosen, order, sizes = kept["routing"]
+    chosen, *routing = kept["routing"]
     tokens, weights = (all_gather(a) for a in (y, combine_weights(c, scores, chosen)))
     stream = Stream(h, x.balance + balance_loss(c, scores, chosen, segments))
-    dispatched = Dispatched(stream, checkpoint_name(tokens, "dispatched"), weights, order, sizes)
+    dispatched = Dispatched(stream, checkpoint_name(tokens, "dispatched"), weights, *routing)
     return dispatched, kept
 
 
@@ -218,13 +219,35 @@ def all_gather(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, "expert", axis=0, tiled=True)
 
 
-def sort(c: Model, chosen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """[A K] -> the order that brings this device's pairs to the front, by expert [A K]; each expert's pairs [G]."""
+def sort(c: Model, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """[A K] -> `order`, `slots` and `sizes` of `Dispatched`.
+
+    Pairs are counted to their place. The one sort, which inverts that, is of single numbers: (expert, pair) in one.
+    """
     own = c.n_routed_experts // lax.axis_size("expert")
-    local = chosen.reshape(-1) - lax.axis_index("expert") * own
+    local = chosen - lax.axis_index("expert") * own
     local = jnp.where((local >= 0) & (local < own), local, own)
-    sizes = jnp.bincount(local, length=own + 1)[:own].astype(jnp.int32)
-    return jnp.argsort(local, stable=True).astype(jnp.int32), sizes
+    is_of = local[..., None] == jnp.arange(own)  # [A K G]
+    hits = jnp.any(is_of, axis=1)
+    sizes = jnp.sum(hits, axis=0, dtype=jnp.int32)
+    places = _count_before(hits) + jnp.cumsum(sizes) - sizes
+    slots = jnp.where(local < own, jnp.sum(jnp.where(is_of, places[:, None], 0), axis=-1), chosen.size)
+    bits = (chosen.size - 1).bit_length()
+    assert (own + 1) << bits <= 1 << 32, (own, chosen.size)
+    pairs = jnp.arange(chosen.size, dtype=jnp.uint32)
+    keys = lax.sort(local.reshape(-1).astype(jnp.uint32) << bits | pairs, is_stable=False)
+    return (keys & (1 << bits) - 1).astype(jnp.int32), slots, sizes
+
+
+def _count_before(hits: jax.Array) -> jax.Array:
+    """[A G] bool -> [A G] int32: how many of the rows above are true. Matrices count within blocks, and are exact."""
+    block = math.gcd(len(hits), 256)
+    blocks = hits.reshape(-1, block, hits.shape[1]).astype(jnp.float32)
+    above = jnp.tril(jnp.ones((block, block), jnp.float32), -1)
+    inside = jnp.einsum("ij,bjg->big", above, blocks).astype(jnp.int32)
+    totals = jnp.sum(blocks, axis=1).astype(jnp.int32)
+    before = jnp.cumsum(totals, axis=0) - totals
+    return (inside + before[:, None]).reshape(hits.shape)
 
 
 def rows_at_a_time(pairs: int, shards: int, capacity: float) -> int:
@@ -237,7 +260,7 @@ def experts(
 ) -> tuple[Computed, dict]:
     """The stage: this device's experts, each on its tokens. Keeps the gate and up product of the first round."""
     rows = rows_at_a_time(x.weights.size, lax.axis_size("expert"), capacity)
-    routing = jnp.pad(x.order, (0, -len(x.order) % rows)), x.sizes
+    routing = jnp.pad(x.order, (0, -len(x.order) % rows)), x.slots, x.sizes
     found: Any = _all_rounds(rows, (w, x.tokens, x.weights), routing, (kept or {}).get("expert_up"))
     partial, up = found
     return Computed(x.stream, partial), {"expert_up": up}
@@ -245,22 +268,20 @@ def experts(
 
 def _one_round(rows, i, operands, routing, kept=None):
     """What rows [i * rows, (i + 1) * rows) of the order add to each token [A D], and their up product [R 2F]."""
-    (w, tokens, weights), (order, sizes) = operands, routing
+    (w, tokens, weights), (order, slots, sizes) = operands, routing
     ends, first = jnp.cumsum(sizes), i * rows
     here = jnp.clip(ends, first, first + rows) - jnp.clip(ends - sizes, first, first + rows)
-    pairs = lax.dynamic_slice_in_dim(order, first, rows)
-    # Rows past the last pair read zeros and write nowhere, forward and backward, whatever a kernel leaves in them.
-    pairs = jnp.where(jnp.arange(rows) < ends[-1] - first, pairs, weights.size)
-    token = pairs // weights.shape[1]
-    x = jnp.take(tokens, token, axis=0, mode="fill", fill_value=0)
+    within = (slots >= first) & (slots < jnp.minimum(first + rows, ends[-1]))
+    routes = kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), slots - first, within)
+    x = kernels.rows_of_tokens(tokens, routes)
     up = kernels.grouped_matmul(x, w.up.reshape(*w.up.shape[:2], -1), here, kept)
-    weight = jnp.take(weights.reshape(-1), pairs, mode="fill", fill_value=0)[:, None].astype(up.dtype)
+    weight = kernels.rows_of_pairs(weights, routes)[:, None].astype(up.dtype)
     y = kernels.grouped_matmul(swiglu(up) * weight, w.down, here)
-    return jnp.zeros_like(tokens).at[token].add(y, mode="drop"), up
+    return kernels.tokens_of_rows(y, routes), up
 
 
 def _rounds(rows, routing):
-    return (jnp.sum(routing[1]) + rows - 1) // rows
+    return (jnp.sum(routing[-1]) + rows - 1) // rows
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

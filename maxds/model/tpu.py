@@ -1,0 +1,98 @@
+"""Kernels for TPU, from the libraries that keep them.
+
+Splash attention is the one in JAX itself, whose gradients of queries and keys are two kernels. tokamax's makes both in
+one, for 5/7 of the multiplications, but leaves sums over blocks that the compiler takes (by its estimate) longer for.
+The backward kernels are called apart, so that kept values stand in for the forward one.
+
+The sum of routed rows is tokamax's: on SparseCores it runs beside the multiplications of the other microbatch.
+"""
+
+import functools
+import warnings
+from importlib import metadata
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas.ops.tpu.splash_attention import (
+    BlockSizes,
+    CausalMask,
+    SegmentIds,
+    make_splash_mha_single_device,
+    splash_attention_kernel,
+    splash_attention_mask,
+)
+
+MOST_ROWS = 1024  # of queries and of keys that are in VMEM at a time
+
+
+class KernelError(RuntimeError):
+    """A kernel does not run with the libraries installed."""
+
+
+def attend(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
+    """As `kernels.attention` without kept values: the output, and the log-sum-exp."""
+    out, lse = jax.vmap(attend_row)(*map(_swapped, (q, k, v)), segments)
+    return _swapped(out), lse
+
+
+def attend_backward(
+    q: Array, k: Array, v: Array, segments: Array, kept: tuple[Array, Array], dout: Array
+) -> tuple[Array, Array, Array]:
+    """Gradients of q, k and v, given what `attend` returned and the gradient of the output."""
+    out, lse = kept
+    q, k, v, out, dout = map(_swapped, (q, k, v, out, dout))
+    return jax.tree.map(_swapped, jax.vmap(attend_row_backward)(q, k, v, segments, (out, lse), dout))
+
+
+def attend_row(q: Array, k: Array, v: Array, segments: Array, *, interpret: bool = False) -> tuple[Array, Array]:
+    """As `attend`, of one row: [N S H], ..., [S] -> [N S Hv], [N S]."""
+    out, (lse,) = _splash(*q.shape[:2], interpret)(q, k, v, SegmentIds(segments, segments))
+    return out, lse
+
+
+def attend_row_backward(
+    q: Array, k: Array, v: Array, segments: Array, kept: tuple[Array, Array], dout: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """As `attend_backward`, of one row."""
+    splash = _splash(*q.shape[:2], interpret)
+    masks = splash.dq_mask_info, splash.dkv_mask_info
+    residuals = q, k, v, SegmentIds(segments, segments), None, *kept, *masks
+    found = splash_attention_kernel._splash_attention_bwd(**splash.kwargs, res=residuals, do=dout)
+    return found[3:6]
+
+
+def _splash(heads: int, length: int, interpret: bool):
+    block = max(size for size in (128, 256, 512, MOST_ROWS) if length % size == 0)
+    names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
+    return make_splash_mha_single_device(
+        splash_attention_mask.MultiHeadMask([CausalMask((length, length))] * heads),
+        block_sizes=BlockSizes(**{f"block_{name}": block for name in names}),
+        save_residuals=True,
+        interpret=interpret,
+    )
+
+
+def _swapped(x):
+    """[B S N ...] <-> [B N S ...]."""
+    return x.swapaxes(1, 2)
+
+
+@functools.cache
+def _summing():
+    """Imported where it is used: tokamax takes seconds, and has this on Python 3.12 only."""
+    try:
+        from tokamax._src.ops.ragged_gather_reduce.pallas_mosaic_tpu import Config, PallasTpuRaggedGatherReduce
+    except ImportError as error:
+        raise KernelError(
+            f"training on TPU needs the tokamax of Python 3.12 (0.0.17), not {metadata.version('tokamax')}: "
+            f"run on Python 3.12 with constraints/py312.txt"
+        ) from error
+    warnings.filterwarnings("ignore", message="Destination semaphore is ignored")  # about its own code
+    return PallasTpuRaggedGatherReduce(config=Config(), bypass_device_check=True)  # the check forbids compiling ahead
+
+
+def sum_rows(rows: Array, slots: Array, here: Array) -> Array:
+    """Sums, in float32, the rows [R D] bfloat16 that `slots` [A K] names, where they are `here` [A K] -> [A D]."""
+    weights = jnp.ones(slots.size, jnp.float32)
+    return _summing()(rows, slots.reshape(-1), weights, here.reshape(-1), reduce_group_size=slots.shape[1])
