@@ -171,6 +171,7 @@ class Module:
     computations: dict[str, Computation]
     entry: Computation
     partitions: int  # devices that run it
+    donated: frozenset[int]  # parameters whose buffers results reuse
     frames: dict[int, tuple[str, int]]  # stack frame -> ("file:line", the frame that called it, or 0)
 
     def sources(self, instruction: Instruction) -> list[str]:
@@ -214,10 +215,16 @@ def parse(text: str) -> Module:
     if entry is None:
         raise ValueError("this is not the text of a compiled program: it has no ENTRY computation")
     head = lines[0]
-    partitions = re.search(r"num_partitions=(\d+)", head)
     name = re.match(r"HloModule ([\w.\-]+)", head)
+    partitions = re.search(r"num_partitions=(\d+)", head)
+    donated = re.findall(r"\{[\d, ]*\}: \((\d+), \{[\d, ]*\}, \w+-alias\)", head)
     return Module(
-        name.group(1) if name else "", computations, entry, int(partitions.group(1)) if partitions else 1, _frames(text)
+        name=name.group(1) if name else "",
+        computations=computations,
+        entry=entry,
+        partitions=int(partitions.group(1)) if partitions else 1,
+        donated=frozenset(map(int, donated)),
+        frames=_frames(text),
     )
 
 
