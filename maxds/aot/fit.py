@@ -161,7 +161,9 @@ class _Liveness:
             passed = {"copy-start": 1}.get(i.opcode, 0) if i.opcode.endswith("-start") else None
             for k, arrays in enumerate(i.elements):
                 size = sum(a.padded_bytes for a in arrays if a.space == HBM) if k != passed else 0.0
-                handed = set().union(*(p for name in i.operands for p in values.get(name, []))) if k == passed else set()
+                handed = (
+                    set().union(*(p for name in i.operands for p in values.get(name, []))) if k == passed else set()
+                )
                 values[i.name].append({(i.name, k)} if size else handed)
                 if size:
                     buffers[i.name, k] = size

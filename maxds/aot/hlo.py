@@ -183,6 +183,16 @@ class Module:
             found.append(place)
         return found
 
+    def op_name(self, instruction: Instruction) -> str:
+        """Its `op_name`, or where the compiler gave it none, that of something in what it calls."""
+        if instruction.op_name:
+            return instruction.op_name
+        for name in instruction.called("calls", "to_apply"):
+            for inner in reversed(self.computations[name].instructions) if name in self.computations else ():
+                if found := self.op_name(inner):
+                    return found
+        return ""
+
     def collective(self, name: str) -> Instruction | None:
         """The collective that a computation, or one that it calls, performs."""
         for i in self.computations[name].instructions if name in self.computations else ():

@@ -119,7 +119,8 @@ def replica_group(attributes: str, total: int) -> list[int]:
         order = _numbers(iota.group(3)) if iota.group(3) else None
         return numbers.transpose(order).reshape(shape)[0].ravel().tolist()
     if named := re.search(
-        r"replica_groups=mesh\[([^\]]*)\],? ?(?:device_ids=\(\[?([\d,]+)\]?(?:T\(([\d,]+)\))?\) ?)?\{([^}]*)\}", attributes
+        r"replica_groups=mesh\[([^\]]*)\],? ?(?:device_ids=\(\[?([\d,]+)\]?(?:T\(([\d,]+)\))?\) ?)?\{([^}]*)\}",
+        attributes,
     ):
         mesh, ids, order, axes = named.groups()
         return [_order(ids, order, total)[n] for n in _named_group(mesh, axes)]

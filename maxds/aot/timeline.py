@@ -55,6 +55,7 @@ class Event:
     lane: str
     instruction: Instruction
     opcode: str
+    stage: str
     exposed: bool = False  # the compute stream waits
 
 
@@ -139,6 +140,28 @@ class Timeline:
         )
 
 
+STAGES = ("attention", "mlp", "dispatch", "experts", "combine", "weights", "gradients", "head", "optimizer", "other")
+
+
+def stage(op_name: str, opcode: str, axes: tuple[str, ...] | None = None) -> str:
+    """The stage of the decoder that something belongs to, by the innermost `jax.named_scope` that names one.
+
+    Args:
+      op_name: of the instruction.
+      opcode: of the collective, or of the instruction.
+      axes: of a collective: outside a stage, what travels over `expert` is the combine, and the rest are weights and
+        gradients.
+    """
+    scopes = re.split(r"[/()]", op_name)
+    inner = next((scope for scope in reversed(scopes) if scope in STAGES), None)
+    if inner:
+        return inner
+    if axes is not None:
+        over_experts = axes == ("expert",) and "psum" not in scopes
+        return "combine" if over_experts else "weights" if opcode == "all-gather" else "gradients"
+    return "optimizer" if scopes[0] == "jit" and "shard_map" not in scopes else "other"
+
+
 def walk(module: Module, costs: Costs, route: Callable[[Instruction, str], Route]) -> Timeline:
     """The timeline of one step.
 
@@ -211,7 +234,7 @@ class _Walker:
 
     def _repeat(self, i: Instruction, seconds: float, carried: Carried) -> None:
         """Lets the time of further equal iterations pass, for everything that is under way."""
-        self.timeline.events.append(Event(self.now, seconds, COMPUTE, i, "while"))
+        self.timeline.events.append(self._event(self.now, seconds, COMPUTE, i, "while"))
         self.now += seconds
         for lane in self.free:
             self.free[lane] += seconds
@@ -261,7 +284,7 @@ class _Walker:
         entry = {"seconds": cost.seconds, "bytes": cost.hbm_bytes, "flops": cost.flops}
         self.timeline.compute[cost.basis].add(times, **entry)
         self.timeline.instructions[i.name].add(times, **entry)
-        self.timeline.events.append(Event(self.now, cost.seconds, COMPUTE, i, i.opcode))
+        self.timeline.events.append(self._event(self.now, cost.seconds, COMPUTE, i, i.opcode))
         self.now += cost.seconds
 
     def _started(self, computation: Computation, i: Instruction) -> Work | None:
@@ -306,6 +329,13 @@ class _Walker:
         )
         return moved / self.costs.chip.hbm
 
+    def _event(self, start: float, seconds: float, lane: str, i: Instruction, opcode: str) -> Event:
+        return Event(start, seconds, lane, i, opcode, stage(self.module.op_name(i), opcode))
+
+    def _stage(self, work: Work) -> str:
+        axes = work.route.axes if work.route else None
+        return stage(self.module.op_name(work.instruction), work.opcode, axes)
+
     # ------------------------------------------------------------------------------------- transfers
 
     def _start(self, work: Work, times: float) -> None:
@@ -315,7 +345,9 @@ class _Walker:
         work.finish = start + work.seconds
         for lane in work.lanes:
             self.free[lane] = work.finish
-            self.timeline.events.append(Event(start, work.seconds, lane, work.instruction, work.opcode))
+            self.timeline.events.append(
+                Event(start, work.seconds, lane, work.instruction, work.opcode, self._stage(work))
+            )
         self._tally(work, times, seconds=work.seconds, bytes=self._bytes(work))
         self.timeline.named[work.instruction.name] = work.instruction
 
@@ -323,7 +355,8 @@ class _Walker:
         assert work.finish is not None
         waited = max(0.0, work.finish - self.now)
         if waited:
-            self.timeline.events.append(Event(self.now, waited, COMPUTE, work.instruction, work.opcode, exposed=True))
+            stage = self._stage(work)
+            self.timeline.events.append(Event(self.now, waited, COMPUTE, work.instruction, work.opcode, stage, True))
             self._tally(work, 0, exposed=waited * times)
         self.now += waited
 

@@ -75,7 +75,9 @@ def devices(name: str, slices: int = 1) -> Sequence[Any]:
         advice = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(families)}"
         raise TopologyError(f"--topology={name}: no TPU is named {family}; {advice} (for example tpu7x:4x4x8)")
     if not re.fullmatch(r"\d+(x\d+){1,2}", extents) or slices < 1:
-        raise TopologyError(f"--topology={name} --slices={slices}: give chips as tpu7x:4x4x8 or v6e:16x16, slices from 1")
+        raise TopologyError(
+            f"--topology={name} --slices={slices}: give chips as tpu7x:4x4x8 or v6e:16x16, slices from 1"
+        )
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices).devices
     except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as error:
