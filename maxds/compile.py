@@ -29,7 +29,10 @@ _JSON = flags.DEFINE_string("json", None, "Write the figures to this file.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this PNG.")
 
 MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError)
-USAGE = "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--json=F] [--plot=F.png] [key=value ...]"
+USAGE = (
+    "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--json=FILE] [--plot=FILE.png] "
+    "[key=value ...]"
+)
 
 
 def main(args: list[str]) -> int:
@@ -68,7 +71,7 @@ def examine(stepper: step_lib.Stepper, name: str, slices: int, plot: str | None)
         if refused is None:
             raise
         return found | {"fit": report.fit(refused)}
-    module = hlo.parse(compiled.as_text())
+    module = hlo.parse(compiled.as_text() or "")
     network = Network(stepper.mesh, target.chip, module.partitions)
     walked = timeline.walk(module, Costs(module, target.chip, target.peak), network.route)
     found["fit"] = report.fit(fit.of_executable(compiled.memory_analysis(), target.chip.hbm_bytes), module)

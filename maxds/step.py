@@ -220,11 +220,9 @@ class Stepper:
     @property
     def abstract_mode(self) -> Mode:
         """Shapes of a mode."""
+        scalars = Mode(dict.fromkeys(self.network.coefficients(), jnp.float32(0)), jnp.bool(False))
         sharding = mesh_lib.replicated(self.mesh)
-        on = jax.ShapeDtypeStruct((), jnp.float32, sharding=sharding)
-        return Mode(
-            dict.fromkeys(self.network.coefficients(), on), jax.ShapeDtypeStruct((), jnp.bool, sharding=sharding)
-        )
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), scalars)
 
     def compile(self):
         """`train_step`, compiled; donates the state. The devices may be those of a topology that is not here.

@@ -31,12 +31,8 @@ class Fit:
     peak: float | None  # that the compiler reports
     total: float  # of the program in HBM
     limit: float  # usable HBM
+    fits: bool  # the compiler's verdict
     method: str
-
-    @property
-    def fits(self) -> bool:
-        """Whether the program can run."""
-        return self.total <= self.limit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +56,7 @@ def of_executable(stats: Any, limit: float) -> Fit:
     host = sum(getattr(stats, f"host_{kind}_size_in_bytes") for kind in kinds) - stats.host_alias_size_in_bytes
     parts = stats.argument_size_in_bytes, outputs, stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
     peak = getattr(stats, "peak_memory_in_bytes", 0) or None  # of JAX 0.10 it is not
-    return Fit(*parts, host, peak, sum(parts), limit, "the compiled program's memory analysis")
+    return Fit(*parts, host, peak, sum(parts), limit, True, "the compiled program's memory analysis")
 
 
 def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct], limit: float) -> Fit | None:
@@ -72,7 +68,7 @@ def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct], limit: flo
     held = float(sum(_shard_bytes(a) for a in arguments))
     total, limit = _bytes(*needed.groups()), _bytes(*available.groups()) or limit
     method = "the compiler's message, whose total includes the arguments; arguments from their shapes and shardings"
-    return Fit(held, None, max(total - held, 0.0), None, None, None, total, limit, method)
+    return Fit(held, None, max(total - held, 0.0), None, None, None, total, limit, False, method)
 
 
 def _bytes(number: str, unit: str) -> float:
@@ -158,7 +154,8 @@ class _Liveness:
                 continue
             values[i.name] = []
             # What starts a transfer returns its operand too: a copy as its second element, the others as their first.
-            passed = {"copy-start": 1}.get(i.opcode, 0) if i.opcode.endswith("-start") else None
+            starts = i.opcode.endswith("-start") and i.opcode != "all-reduce-start"
+            passed = {"copy-start": 1}.get(i.opcode, 0) if starts else None
             for k, arrays in enumerate(i.elements):
                 size = sum(a.padded_bytes for a in arrays if a.space == HBM) if k != passed else 0.0
                 handed = (

@@ -1,4 +1,4 @@
-"""What a collective runs over: the mesh axes of its replica groups, the links between their devices, and for how long."""
+"""What a collective runs over, and for how long: mesh axes by its replica groups, links by where their devices are."""
 
 import dataclasses
 import math
@@ -43,8 +43,10 @@ class Network:
             size = sum(a.bytes for a in collective.elements[0])
             return Route((self.names[0],), "dcn", size, size / self.chip.dcn)
         axes, group = replica_axes(collective.attributes, self.shape)
-        asynchronous = collective.opcode.endswith("-start") and len(collective.elements) > 1
-        size = sum(a.bytes for a in (collective.elements[1] if asynchronous else collective.arrays))
+        # What starts a collective returns its operands too, first; but not an all-reduce.
+        with_operands = collective.opcode.endswith("-start") and opcode != "all-reduce"
+        results = collective.elements[1:2] if with_operands else collective.elements
+        size = sum(a.bytes for arrays in results for a in arrays)
         link = self._link(axes)
         if opcode in ("collective-permute", "collective-broadcast"):
             return Route(axes, link.network, size, size / self.chip.ici)

@@ -22,7 +22,7 @@ _STYLE: dict[Any, Any] = {
     "legend.frameon": False,
     "hatch.linewidth": 0.7,
 }
-_COLORS = dict(
+_COLORS: dict[str, str] = dict(
     zip(
         STAGES,
         ("#1f5fa8", "#5aa9c4", "#8a5fb0", "#d9762b", "#e8b23a", "#3a8f5c", "#8c564b", "#b04a6a", "#7f7f7f", "#d0d3d6"),

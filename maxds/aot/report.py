@@ -1,7 +1,6 @@
 """What is said about a compiled step: figures as plain data, which is also the JSON, and the same as text."""
 
 import dataclasses
-import pathlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -12,13 +11,13 @@ from maxds import describe, flops
 from maxds.aot import fit as fit_lib
 from maxds.aot.cost import BASES
 from maxds.aot.fit import Buffer, Fit
-from maxds.aot.hlo import Instruction, Module
+from maxds.aot.hlo import COLLECTIVES, Instruction, Module
 from maxds.aot.network import Network
-from maxds.aot.timeline import Timeline
+from maxds.aot.timeline import Tally, Timeline, stage
 from maxds.aot.topology import GIB, Chip
 from maxds.config import Config
 
-_ROOT = pathlib.Path(maxds.__file__).parent.parent
+_ROOT = maxds.__path__[0].removesuffix("maxds")
 OLD_JAX = (
     "JAX 0.10's compiler for TPU multiplies every row by every expert in the weight gradient of a grouped matmul; "
     "train, and predict, with JAX 0.12"
@@ -66,7 +65,7 @@ def about(target: Target) -> dict:
 
 def fit(found: Fit, module: Module | None = None) -> dict:
     """Bytes of a device, and with a program its largest buffers."""
-    data: dict[str, Any] = dataclasses.asdict(found) | {"fits": found.fits}
+    data: dict[str, Any] = dataclasses.asdict(found)
     if module is not None:
         peak, buffers = fit_lib.largest(module)
         data["estimated_peak"] = peak
@@ -90,8 +89,8 @@ def source(module: Module, i: Instruction) -> str:
     for name in i.called("calls", "to_apply") if not places else ():
         inner = module.computations[name].instructions if name in module.computations else ()
         places = next((found for j in reversed(inner) if (found := module.sources(j))), [])
-    ours = [p for p in places if p.startswith(f"{_ROOT}/maxds/")]
-    return (ours or places or [""])[0].removeprefix(f"{_ROOT}/")
+    ours = [p for p in places if p.startswith(f"{_ROOT}maxds/")]
+    return (ours or places or [""])[0].removeprefix(_ROOT)
 
 
 def cost(target: Target, module: Module, timeline: Timeline, network: Network) -> dict:
@@ -160,16 +159,16 @@ def _collectives(timeline: Timeline) -> Iterator[dict]:
 
 def _slowest(module: Module, timeline: Timeline, count: int = 12) -> Iterator[dict]:
     """The source lines that a device computes for longest, with what they do there."""
-    lines: dict[tuple[str, str], list[float]] = {}
+    lines: dict[tuple[str, str, str], Tally] = {}
     for name, t in timeline.instructions.items():
         i = timeline.named[name]
-        operation = module.op_name(i).rpartition("/")[2] or i.opcode
-        sums = lines.setdefault((source(module, i), operation), [0.0, 0.0])
-        # Transfers are not computed.
-        sums[0] += 0.0 if i.opcode.endswith("-start") or i.opcode in ("send",) else t.seconds - t.exposed
-        sums[1] += t.flops
-    for (place, operation), (seconds, done) in sorted(lines.items(), key=lambda item: -item[1][0])[:count]:
-        yield {"operation": operation, "source": place, "seconds": seconds, "flops": done}
+        if i.opcode in COLLECTIVES or i.opcode.endswith("-start") or i.opcode == "send":
+            continue
+        op_name = module.op_name(i)
+        where = stage(op_name, i.opcode), op_name.rpartition("/")[2] or i.opcode, source(module, i)
+        lines.setdefault(where, Tally()).add(1, seconds=t.seconds, flops=t.flops)
+    for (part, operation, place), t in sorted(lines.items(), key=lambda item: -item[1].seconds)[:count]:
+        yield {"stage": part, "operation": operation, "source": place, "seconds": t.seconds, "flops": t.flops}
 
 
 def _most_exposed(module: Module, timeline: Timeline, count: int = 10) -> Iterator[dict]:
@@ -182,7 +181,7 @@ def _most_exposed(module: Module, timeline: Timeline, count: int = 10) -> Iterat
 
 
 def _not_estimated(module: Module, timeline: Timeline) -> list[dict]:
-    """What counts as nothing: kernels without a cost, and the further rounds of loops that rarely have any."""
+    """What counts as nothing: kernels without a cost, and loops without a known end: the experts' further rounds."""
     found: dict[tuple[str, str], float] = {}
     for name, t in timeline.instructions.items():
         i = timeline.named[name]
@@ -190,11 +189,12 @@ def _not_estimated(module: Module, timeline: Timeline) -> list[dict]:
             what = i.name.rstrip("0123456789.") + f" ({i.target})", source(module, i)
             found[what] = found.get(what, 0) + t.times
     kernels = [{"what": what, "source": place, "times": n} for (what, place), n in found.items()]
-    loops = {i.name: i for i in timeline.skipped}
+    loops: dict[str, set[str]] = {}
+    for i in timeline.skipped:
+        loops.setdefault(source(module, i), set()).add(i.name)
     return kernels + [
-        {"what": f"{name}: as many times as the data says, taken as none (further rounds)", "times": 0.0}
-        | {"source": source(module, i)}
-        for name, i in loops.items()
+        {"what": "loops that run as often as the data says, taken not to", "source": place, "times": len(names)}
+        for place, names in loops.items()
     ]
 
 
@@ -202,7 +202,7 @@ def assumptions(target: Target) -> list[str]:
     """What the figures rest on."""
     c = target.chip
     return [
-        f"peak {target.peak / 1e12:g} TFLOP/s bf16 a device, HBM {c.hbm / 1e12:g} TB/s, cycles at {c.clock / 1e9:g} GHz",
+        f"a device: {target.peak / 1e12:g} TFLOP/s bf16, HBM {c.hbm / 1e12:g} TB/s, cycles at {c.clock / 1e9:g} GHz",
         f"ICI {c.ici / 1e9:g} GB/s a link one way, DCN {c.dcn / 1e9:g} GB/s and host {c.host / 1e9:g} GB/s a device",
         "compute takes the compiler's own cycles; nothing slows for another's use of HBM, and launches take no time",
         "each mesh axis has its links to itself, collectives reach full link bandwidth and have no latency",
@@ -319,15 +319,16 @@ def _collectives_text(c: dict) -> str:
 
 
 def _worst_text(c: dict) -> str:
-    exposed = [("most exposed", "source", "times", "ms", "ms exposed")]
+    exposed = [("most exposed", "of", "source", "times", "ms", "ms exposed")]
     for e in c["most_exposed"]:
         amounts = f"{e['times']:,.0f}", _ms(e["seconds"]), _ms(e["exposed_seconds"])
-        exposed.append((_short(e["name"], 44), e["source"] or "-", *amounts))
-    slowest = [("longest computed", "source", "ms", "share", "TFLOP")]
+        exposed.append((_short(e["name"], 44), e["op_name"].rpartition("/")[2] or "-", e["source"] or "-", *amounts))
+    slowest = [("longest computed", "stage", "source", "ms", "share", "TFLOP")]
     for e in c["slowest"]:
         share = f"{e['seconds'] / c['step_seconds']:.1%}"
         name = _short(e["operation"], 44)
-        slowest.append((name, e["source"] or "-", _ms(e["seconds"]), share, f"{e['flops'] / 1e12:,.4f}"))
+        amounts = _ms(e["seconds"]), share, f"{e['flops'] / 1e12:,.4f}"
+        slowest.append((name, e["stage"], e["source"] or "-", *amounts))
     return "\n".join([_rows(exposed), "", _rows(slowest)])
 
 
@@ -336,5 +337,5 @@ def _basis_text(c: dict) -> str:
     for basis, meaning in BASES.items():
         if t := c["compute"].get(basis):
             rows.append((basis, _ms(t["seconds"]), f"{t['times']:,.0f}", meaning))
-    missing = [f"  {m['what']}, {m['times']:,.0f} times  {m['source']}" for m in c["not_estimated"]]
+    missing = [f"  {m['times']:,.0f} x {m['what']}  {m['source']}".rstrip() for m in c["not_estimated"]]
     return "\n".join([_rows(rows), *(["", "  not estimated:", *missing] if missing else [])])

@@ -37,8 +37,9 @@ class Chip:
 # each generation, per chip (v5p 2765, v6e 1640, TPU7x 7380 GB/s). Clock: the one at which the matrix units that the
 # compiler counts on reach the published peak. ICI: the one-way link bandwidth of "How to Scale Your Model" for v5p and
 # v6e; the Cloud pages give TPU7x the same 1200 GB/s a chip as v5p, and its two dies a link six times as fast as one of
-# ICI. A torus closes where the Cloud pages say so: in multiples of 4 chips (v5p, TPU7x), at 16 (v6e). DCN: "How to Scale Your Model" (6.25 GB/s a chip for v5p, 12.5 for v6e), and v6e's figure for a chip of TPU7x.
-# Host: PCIe 4 x16 (v5p) and 5 x16 (v6e, TPU7x) at 80% of nominal, shared by the devices of a chip.
+# ICI. A torus closes where the Cloud pages say so: in multiples of 4 chips (v5p, TPU7x), at 16 (v6e). DCN: "How to
+# Scale Your Model", 6.25 GB/s a chip for v5p and 12.5 for v6e; TPU7x is given v6e's. Host: PCIe 4 x16 (v5p) and 5 x16
+# (v6e, TPU7x) at 80% of nominal. The devices of a chip share its HBM, DCN and host links evenly.
 CHIPS = {
     "TPU v5": Chip("v5p", 1, 95.73 * GIB, 2.765e12, 1.75e9, 9e10, 9e10, 6.25e9, 25e9, 4),
     "TPU v6 lite": Chip("v6e", 1, 31.24 * GIB, 1.64e12, 1.75e9, 9e10, 9e10, 12.5e9, 50e9, 16),
@@ -47,7 +48,6 @@ CHIPS = {
 
 # libtpu asks the machine what it is, and prints lines of complaint where it is none of its own.
 _ENVIRONMENT = {
-    "JAX_PLATFORMS": "cpu",
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5p-8",  # of a host that is not asked; any will do
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -60,6 +60,8 @@ def prepare() -> None:
     """Lets libtpu be loaded where no TPU is. Call it before anything touches a device."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+    if "JAX_PLATFORMS" not in os.environ:
+        jax.config.update("jax_platforms", "cpu")  # or JAX would look for a TPU first
 
 
 def devices(name: str, slices: int = 1) -> Sequence[Any]:
@@ -80,13 +82,13 @@ def devices(name: str, slices: int = 1) -> Sequence[Any]:
         )
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices).devices
-    except (jax.errors.JaxRuntimeError, RuntimeError, ImportError) as error:
+    except jax.errors.JaxRuntimeError as error:
         reason = str(error).strip().splitlines()[0]
-        if "libtpu" in reason or "Unknown TPU" in reason or "TPU platform" in reason:
-            raise TopologyError(
-                f'compiling for {name} needs libtpu, which does not load ({reason}); pip install "maxds[tpu]"'
-            ) from None
         raise TopologyError(f"--topology={name}: the compiler knows no such topology: {reason}") from None
+    except RuntimeError:  # what JAX raises itself
+        raise TopologyError(
+            f'--topology={name} needs the TPU compiler, and libtpu is not installed: pip install "maxds[tpu]"'
+        ) from None
 
 
 def chip(device: Any) -> Chip:
