@@ -42,6 +42,7 @@ def walk(module, peak=1e9):
     parts = found.compute_seconds + found.exposed + found.stalled
     assert found.step == pytest.approx(parts, abs=1e-15)
     assert found.step >= found.compute_seconds
+    assert found.exposed <= found.communication + 1e-15
     return found
 
 

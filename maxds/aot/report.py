@@ -1,6 +1,7 @@
 """What is said about a compiled step: figures as plain data, which is also the JSON, and the same as text."""
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -40,10 +41,7 @@ class Target:
     @property
     def devices(self) -> int:
         """In all slices."""
-        size = 1
-        for n in self.mesh.values():
-            size *= n
-        return size
+        return math.prod(self.mesh.values())
 
 
 def about(target: Target) -> dict:
@@ -98,31 +96,9 @@ def cost(target: Target, module: Module, timeline: Timeline, network: Network) -
     data = target.config.data
     tokens = data.global_batch * data.sequence_length / target.devices
     model = flops.per_token(target.config.model, data.sequence_length)["total"] * tokens
-    chip, step = target.chip, timeline.step
-    traffic = {
-        name: sum(t.bytes for (_, _, used), t in timeline.collectives.items() if used == name)
-        for name in ("ici", "die", "dcn")
-    }
     return {
-        "model_flops": model,
-        "executed_flops": timeline.flops,
-        "hbm_bytes": timeline.hbm_bytes,
-        **{f"{name}_bytes": size for name, size in traffic.items()},
-        "roofline_seconds": {
-            "model_flops": model / target.peak,
-            "executed_flops": timeline.flops / target.peak,
-            "hbm": timeline.hbm_bytes / chip.hbm,
-            **{name: _busiest(timeline, name) for name in ("ici", "die", "dcn")},
-        },
-        "step_seconds": step,
-        "compute_seconds": timeline.compute_seconds,
-        "communication_seconds": timeline.communication,
-        "exposed_communication_seconds": timeline.exposed,
-        "exposed_communication_fraction": timeline.exposed / step,
-        "stalled_seconds": timeline.stalled,
-        "tokens_per_second_per_device": tokens / step,
-        "tokens_per_second_per_chip": tokens * chip.per_chip / step,
-        "mfu": model / target.peak / step,
+        **_amounts(target, timeline, model),
+        **_prediction(target, timeline, tokens, model),
         "collectives": list(_collectives(timeline)),
         "links": {" ".join(axes): link.about for axes, link in network.used.items()},
         "other_streams": {lane: dataclasses.asdict(tally) for lane, tally in timeline.others.items()},
@@ -131,6 +107,41 @@ def cost(target: Target, module: Module, timeline: Timeline, network: Network) -
         "most_exposed": list(_most_exposed(module, timeline)),
         "not_estimated": _not_estimated(module, timeline),
         "assumptions": assumptions(target),
+    }
+
+
+def _amounts(target: Target, timeline: Timeline, model_flops: float) -> dict:
+    """FLOPs and bytes, and the least time that each takes alone."""
+    moved = dict.fromkeys(("ici", "die", "dcn"), 0.0)
+    for (_, _, network), tally in timeline.collectives.items():
+        moved[network] += tally.bytes
+    return {
+        "model_flops": model_flops,
+        "executed_flops": timeline.flops,
+        "hbm_bytes": timeline.hbm_bytes,
+        **{f"{network}_bytes": size for network, size in moved.items()},
+        "roofline_seconds": {
+            "model_flops": model_flops / target.peak,
+            "executed_flops": timeline.flops / target.peak,
+            "hbm": timeline.hbm_bytes / target.chip.hbm,
+            **{network: _busiest(timeline, network) for network in moved},
+        },
+    }
+
+
+def _prediction(target: Target, timeline: Timeline, tokens: float, model_flops: float) -> dict:
+    """How long the step takes by its schedule, for `tokens` tokens of a device."""
+    step = timeline.step
+    return {
+        "step_seconds": step,
+        "compute_seconds": timeline.compute_seconds,
+        "communication_seconds": timeline.communication,
+        "exposed_communication_seconds": timeline.exposed,
+        "exposed_communication_fraction": timeline.exposed / step,
+        "stalled_seconds": timeline.stalled,
+        "tokens_per_second_per_device": tokens / step,
+        "tokens_per_second_per_chip": tokens * target.chip.per_chip / step,
+        "mfu": model_flops / target.peak / step,
     }
 
 
