@@ -339,6 +339,18 @@ def test_copies_to_the_host_run_beside_the_compute():
     assert (ns(found.step), ns(found.stalled), found.exposed) == (64, 14, 0)
 
 
+def test_slices_of_host_memory_count_as_what_they_move():
+    module = program("""
+  %p = f32[8]{0} parameter(0)
+  %h = f32[4,8]{1,0:S(5)} parameter(1)
+  %s = ((f32[4,8]{1,0:S(5)}, f32[1,8]{1,0}, s32[]), f32[4,8]{1,0:S(5)}, u32[]) dynamic-update-slice-start(%h, %p)
+  %d = f32[4,8]{1,0:S(5)} dynamic-update-slice-done(%s)
+  %t = ((f32[4,8]{1,0:S(5)}, s32[]), f32[1,8]{1,0}, u32[]) dynamic-slice-start(%d)
+  ROOT %e = f32[1,8]{1,0} dynamic-slice-done(%t)""")
+    host = walk(module).others[timeline.HOST_DMA]
+    assert (host.times, host.bytes, ns(host.exposed)) == (2, 64, 128)
+
+
 def test_what_is_sent_to_another_slice_ends_where_it_is_received():
     meet = 'frontend_attributes={_xla_host_transfer_rendezvous="sum"}'
     module = program(f"""

@@ -196,8 +196,8 @@ def _not_estimated(module: Module, timeline: Timeline) -> list[dict]:
     found: dict[tuple[str, str], float] = {}
     for name, t in timeline.instructions.items():
         i = timeline.named[name]
-        if i.opcode == "custom-call" and t.seconds == 0:
-            what = i.name.rstrip("0123456789.") + f" ({i.target})", source(module, i)
+        if t.seconds == 0 and (i.opcode == "custom-call" or i.opcode.endswith("-start")):
+            what = i.name.rstrip("0123456789.") + f" ({i.target or i.opcode})", source(module, i)
             found[what] = found.get(what, 0) + t.times
     kernels = [{"what": what, "source": place, "times": n} for (what, place), n in found.items()]
     loops: dict[str, set[str]] = {}

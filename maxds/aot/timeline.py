@@ -41,6 +41,7 @@ class Work:
     computation: Computation  # that it stands in
     opcode: str
     seconds: float
+    bytes: float
     lanes: tuple[str, ...]
     route: Route | None = None
     finish: float | None = None  # None: not yet started
@@ -298,36 +299,34 @@ class _Walker:
             return None
         if base in COLLECTIVES:
             return self._collective(computation, i, i)
-        if base == "copy":
-            return self._copy(computation, i)
+        if base in ("copy", "slice", "dynamic-slice", "dynamic-update-slice"):
+            return self._copy(computation, i, base)
         called = i.called("to_apply", "calls")
         if called and (inner := self.module.collective(called[0])):
             return self._collective(computation, i, inner)
-        seconds = sum(self._call_seconds(name) for name in called)
-        return Work(i, computation, "call", seconds, (SPARSE_CORE,))
+        moved = sum(self._call_bytes(name) for name in called)
+        return Work(i, computation, "call", moved / self.costs.chip.hbm, moved, (SPARSE_CORE,))
 
     def _collective(self, computation: Computation, i: Instruction, inner: Instruction) -> Work:
         opcode = inner.opcode.removesuffix("-start")
         route = self.route(inner, opcode)
-        return Work(i, computation, opcode, route.seconds, route.lanes, route)
+        return Work(i, computation, opcode, route.seconds, route.bytes, route.lanes, route)
 
-    def _copy(self, computation: Computation, i: Instruction) -> Work:
+    def _copy(self, computation: Computation, i: Instruction, opcode: str) -> Work:
+        """A copy, or one of a slice out of an array or into one; to or from host memory, or between HBM and VMEM."""
         source = computation.by_name.get(i.operands[0])
-        spaces = {a.space for a in i.arrays[:2]} | ({a.space for a in source.arrays} if source else set())
-        to_host = HOST in spaces
-        chip = self.costs.chip
-        seconds = i.arrays[0].bytes / (chip.host if to_host else chip.hbm)
-        return Work(i, computation, "copy", seconds, (HOST_DMA if to_host else LOCAL_DMA,))
+        spaces = {a.space for a in i.arrays} | ({a.space for a in source.arrays} if source else set())
+        # The result of a copy comes first, that of a slice after the operands; of an update, the update counts.
+        moved = {"copy": i.elements[0][:1], "dynamic-update-slice": i.elements[0][1:2]}.get(opcode, i.elements[1])
+        lane, rate = (HOST_DMA, self.costs.chip.host) if HOST in spaces else (LOCAL_DMA, self.costs.chip.hbm)
+        size = sum(a.bytes for a in moved)
+        return Work(i, computation, "copy", size / rate, size, (lane,))
 
-    def _call_seconds(self, name: str) -> float:
-        """How long a computation takes on the SparseCores: what it moves, at the bandwidth of HBM."""
+    def _call_bytes(self, name: str) -> float:
+        """What a computation on the SparseCores moves; it is taken to do so at the bandwidth of HBM."""
         computation = self.module.computations[name]
-        moved = sum(
-            self.costs.hbm_bytes(computation, i)
-            for i in computation.instructions
-            if self.costs.of(computation, i) is not None
-        )
-        return moved / self.costs.chip.hbm
+        timed = [i for i in computation.instructions if self.costs.of(computation, i) is not None]
+        return sum(self.costs.hbm_bytes(computation, i) for i in timed)
 
     def _event(self, start: float, seconds: float, lane: str, i: Instruction, opcode: str) -> Event:
         return Event(start, seconds, lane, i, opcode, stage(self.module.op_name(i), opcode))
@@ -348,7 +347,7 @@ class _Walker:
             self.timeline.events.append(
                 Event(start, work.seconds, lane, work.instruction, work.opcode, self._stage(work))
             )
-        self._tally(work, times, seconds=work.seconds, bytes=self._bytes(work))
+        self._tally(work, times, seconds=work.seconds, bytes=work.bytes)
         self.timeline.named[work.instruction.name] = work.instruction
 
     def _wait(self, work: Work, times: float) -> None:
@@ -367,13 +366,6 @@ class _Walker:
         for tally in (total, self.timeline.instructions[work.instruction.name]):
             tally.add(times, **amounts)
             tally.exposed += exposed
-
-    def _bytes(self, work: Work) -> float:
-        if work.route:
-            return work.route.bytes
-        if work.opcode == "copy":
-            return work.instruction.arrays[0].bytes
-        return work.seconds * self.costs.chip.hbm
 
 
 def _rendezvous(i: Instruction) -> str:
