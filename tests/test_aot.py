@@ -289,6 +289,14 @@ def test_a_loop_takes_its_trips_times_as_long():
     assert ns(walk(program(known, *loop(body))).step) == 9 * 47
 
 
+def test_a_loop_may_count_from_a_constant():
+    body = f"""  %x = (s32[]) parameter(0)
+  %a = f32[8]{{0}} add(%x, %x), {cycles(7)}
+  ROOT %r = (s32[]) tuple(%x)"""
+    entry = WHILE.replace("%t = (s32[]) tuple(%p)", "%one = s32[] constant(1)\n  %t = (s32[]) tuple(%one)")
+    assert ns(walk(program(entry, *loop(body))).step) == 4 * 7
+
+
 def test_a_loop_that_runs_as_often_as_the_data_says_counts_as_none_aloud():
     body = f"  %x = (s32[]) parameter(0)\n  ROOT %a = (s32[]) tuple(%x), {cycles(7)}"
     found = walk(program(WHILE, *loop(body, "get-tuple-element(%c), index=0")))

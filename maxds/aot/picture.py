@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from maxds.aot.timeline import COMPUTE, LOCAL_DMA, STAGES, Event, Loop, Timeline
+from maxds.aot.timeline import COMPUTE, HOST_DMA, LOCAL_DMA, SPARSE_CORE, STAGES, Event, Loop, Timeline
 
 _STYLE: dict[Any, Any] = {
     "font.size": 9,
@@ -48,14 +48,14 @@ def write(timeline: Timeline, path: str | os.PathLike, title: str, subtitle: str
             ax.set_title(name)
         handles = [Patch(color=_COLORS[stage], label=stage) for stage in STAGES if stage in seen]
         handles.append(Patch(facecolor="white", edgecolor=_WAIT, hatch="////", label="waiting"))
-        figure.legend(handles=handles, loc="upper right", ncols=len(handles), bbox_to_anchor=(0.995, 0.945), fontsize=8)
+        figure.legend(handles=handles, loc="upper right", ncols=len(handles), bbox_to_anchor=(0.995, 0.995), fontsize=8)
         figure.savefig(path, format="png", dpi=130)
 
 
 def _panels(timeline: Timeline) -> list[tuple[str, float, float]]:
     """(title, start, end) of a layer forward and one backward; of the whole step where there is no loop over layers."""
     layers = [loop for loop in timeline.loops.values() if _is_layer(timeline, loop)]
-    backward = [loop for loop in layers if "transpose(" in loop.instruction.op_name]
+    backward = [loop for loop in layers if _is_backward(loop)]
     forward = [loop for loop in layers if loop not in backward]
     panels = []
     for name, loops in (("forward", forward), ("backward", backward)):
@@ -63,6 +63,11 @@ def _panels(timeline: Timeline) -> list[tuple[str, float, float]]:
             loop = max(loops, key=lambda loop: loop.end - loop.start)
             panels.append((f"one layer {name}, of {loop.trips} like it", loop.start, loop.end))
     return panels or [("one step", 0.0, timeline.step)]
+
+
+def _is_backward(loop: Loop) -> bool:
+    names = [i.op_name for i in loop.body.instructions]
+    return sum("transpose(" in name for name in names) * 2 > sum("shard_map/" in name for name in names)
 
 
 def _is_layer(timeline: Timeline, loop: Loop) -> bool:
@@ -82,9 +87,10 @@ def _between(timeline: Timeline, start: float, end: float) -> list[Event]:
 
 
 def _lanes(timeline: Timeline, panels: list[tuple[str, float, float]]) -> list[str]:
-    """Compute first, then the networks; prefetches into VMEM are left out, being hundreds that rarely matter."""
+    """Compute first, networks from near to far; prefetches into VMEM, hundreds that rarely matter, are left out."""
+    order = ("die", "ici", "dcn", HOST_DMA, SPARSE_CORE)
     found = {e.lane for _, start, end in panels for e in _between(timeline, start, end)} - {COMPUTE, LOCAL_DMA}
-    return [COMPUTE, *sorted(found, key=lambda lane: (not lane.startswith("ici"), lane))]
+    return [COMPUTE, *sorted(found, key=lambda lane: (order.index(lane.split()[0]), lane))]
 
 
 def _panel(ax: Axes, timeline: Timeline, lanes: list[str], span: tuple[float, float]) -> set[str]:

@@ -112,7 +112,7 @@ def cost(target: Target, module: Module, timeline: Timeline, network: Network) -
 
 def _amounts(target: Target, timeline: Timeline, model_flops: float) -> dict:
     """FLOPs and bytes, and the least time that each takes alone."""
-    moved = dict.fromkeys(("ici", "die", "dcn"), 0.0)
+    moved: dict[str, float] = dict.fromkeys(("ici", "die", "dcn"), 0.0)
     for (_, _, network), tally in timeline.collectives.items():
         moved[network] += tally.bytes
     return {

@@ -389,21 +389,34 @@ def trip_count(module: Module, computation: Computation, i: Instruction) -> int 
         compared = module.computations[compared.called("calls")[0]].root
     if not any(f"direction={d}" in compared.attributes for d in ("LT", "GT", "NE")):
         return None
-    constants = [int(c.arguments) for c in condition.instructions if _is_integer(c)]
-    bounds = [n for n in constants if n > 0]
-    return max(bounds) if bounds and _has_bound(condition) else None
+    reached = _reached(condition)
+    bounds = [int(r.arguments) for r in reached if _is_integer(r)]
+    counters = [r.index for r in reached if r.opcode == "get-tuple-element"]
+    return max(bounds) - _start(computation, i, counters) if bounds else None
+
+
+def _start(computation: Computation, i: Instruction, counters: list[int]) -> int:
+    """What a loop counts from: a constant in its first state, or else 0, as in every scan."""
+    state = computation.by_name.get(i.operands[0])
+    for index in counters if state and state.opcode == "tuple" else ():
+        first = computation.by_name.get(state.operands[index])
+        while first and first.opcode in ("copy", "bitcast"):
+            first = computation.by_name.get(first.operands[0])
+        if first and _is_integer(first):
+            return int(first.arguments)
+    return 0
 
 
 def _is_integer(i: Instruction) -> bool:
     return i.opcode == "constant" and bool(re.fullmatch(r"-?\d+", i.arguments.strip()))
 
 
-def _has_bound(condition: Computation) -> bool:
-    """Whether the constant takes part in the comparison."""
-    reached, ahead = set(), [condition.root.name]
+def _reached(condition: Computation) -> list[Instruction]:
+    """What the comparison depends on."""
+    names, ahead = set(), [condition.root.name]
     while ahead:
         name = ahead.pop()
-        if name not in reached and name in condition.by_name:
-            reached.add(name)
+        if name not in names and name in condition.by_name:
+            names.add(name)
             ahead += condition.by_name[name].operands
-    return any(_is_integer(condition.by_name[name]) for name in reached)
+    return [condition.by_name[name] for name in names]
