@@ -398,8 +398,9 @@ def trip_count(module: Module, computation: Computation, i: Instruction) -> int 
 def _start(computation: Computation, i: Instruction, counters: list[int]) -> int:
     """What a loop counts from: a constant in its first state, or else 0, as in every scan."""
     state = computation.by_name.get(i.operands[0])
-    for index in counters if state and state.opcode == "tuple" else ():
-        first = computation.by_name.get(state.operands[index])
+    elements = state.operands if state and state.opcode == "tuple" else ()
+    for index in counters if elements else ():
+        first = computation.by_name.get(elements[index])
         while first and first.opcode in ("copy", "bitcast"):
             first = computation.by_name.get(first.operands[0])
         if first and _is_integer(first):
