@@ -385,12 +385,18 @@ class Config:
     sample: Sample | None = None
     log_every_steps: int = 1
     compile_cache: str | None = "~/.cache/maxds"  # compiled programs, reused by later runs
+    # Of the train step, `name=value` each, on top of what mesh.py sets for the kind of device; `name=` drops one.
+    compiler_options: tuple[str, ...] = ()
 
     def __post_init__(self):
         model, data, loss, mesh = self.model, self.data, self.loss, self.mesh
         parts = self.optimizer.accumulate_steps
         _require(
             (self.steps > 0, f"steps={self.steps} must be positive"),
+            *(
+                ("=" in option.lstrip("="), f"compiler_options={option} must be name=value, or name= to drop a default")
+                for option in self.compiler_options
+            ),
             (self.log_every_steps > 0, f"log_every_steps={self.log_every_steps} must be positive"),
             (
                 data.sequence_length <= model.max_position_embeddings,

@@ -38,14 +38,14 @@ def describe(config: Config, devices: int | None = None) -> str:
     length = config.data.sequence_length
     return "\n".join(
         [
-            *_table(("parameters", "shape", "of one layer", "of all", "split over"), _weights(config.model)),
+            *table(("parameters", "shape", "of one layer", "of all", "split over"), _weights(config.model)),
             "",
-            *_table(("counts", "parameters"), _counts(config.model)),
+            *table(("counts", "parameters"), _counts(config.model)),
             "",
-            *_table((f"training FLOPs of a token at {length}", "GFLOP", "share"), _flops(config.model, length)),
+            *table((f"training FLOPs of a token at {length}", "GFLOP", "share"), _flops(config.model, length)),
             f"({flops.FORMULA})",
             "",
-            *_table((f"a device of {mesh}{assumed}", "bytes", "GiB"), _bytes(config, declared, axes)),
+            *table((f"a device of {mesh}{assumed}", "bytes", "GiB"), _bytes(config, declared, axes)),
             "(activations, and what the compiler adds, come on top)",
         ]
     )
@@ -81,7 +81,7 @@ def _blocks(model: Model) -> dict[str, dict[str, Param]]:
     return blocks
 
 
-def _table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
+def table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
     """Columns as wide as they must be; after the first, those of numbers are flush right."""
     rows = [head, *rows]
     widths = [max(len(row[i]) for row in rows) for i in range(len(head))]

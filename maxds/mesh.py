@@ -23,6 +23,13 @@ from maxds.config import Mesh as MeshConfig
 AXES = ("data", "fsdp", "expert")
 BATCH = PartitionSpec(AXES)
 
+# Compiler options of a train step, by the kind of its devices: collectives run on the SparseCores, beside the compute.
+_SPARSE_CORE = {
+    f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
+    for collective in ("all_gather", "reduce_scatter", "all_reduce")
+}
+_COMPILER_OPTIONS = {"TPU v5": _SPARSE_CORE, "TPU v6 lite": _SPARSE_CORE, "TPU7x": _SPARSE_CORE}
+
 
 class MeshError(ValueError):
     """The mesh asked for does not fit the devices, or the model does not fit the mesh."""
@@ -104,6 +111,18 @@ def make(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     else:
         grid = np.array(devices).reshape(shape)
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def compiler_options(device_kind: str, changes: Sequence[str] = ()) -> dict[str, str]:
+    """Options that a train step is compiled with, here and ahead of time.
+
+    Args:
+      device_kind: of the devices it is compiled for.
+      changes: to the defaults of that kind: `name=value` sets an option, `name=` leaves it to the compiler.
+    """
+    changed = dict(change.split("=", 1) for change in changes)
+    options = _COMPILER_OPTIONS.get(device_kind, {}) | changed
+    return {name: value for name, value in options.items() if value}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -217,9 +217,31 @@ class Stepper:
         row = jax.ShapeDtypeStruct((data.global_batch, data.sequence_length), jnp.int32, sharding=sharding)
         return dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
 
+    @property
+    def abstract_mode(self) -> Mode:
+        """Shapes of a mode."""
+        scalars = Mode(dict.fromkeys(self.network.coefficients(), jnp.float32(0)), jnp.bool(False))
+        sharding = mesh_lib.replicated(self.mesh)
+        return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), scalars)
+
     def compile(self):
-        """`train_step`, compiled; donates the state."""
-        return self.train.lower(self.abstract_state, self.abstract_batch, self.training).compile()
+        """`train_step`, compiled; donates the state. The devices may be those of a topology that is not here.
+
+        Raises:
+          MeshError: the compiler does not know an option of `compiler_options`.
+        """
+        kind = self.mesh.devices.flat[0].device_kind
+        options = mesh_lib.compiler_options(kind, self.config.compiler_options)
+        lowered = self.train.lower(self.abstract_state, self.abstract_batch, self.abstract_mode)
+        try:
+            return lowered.compile(compiler_options=options)
+        except jax.errors.JaxRuntimeError as error:
+            if "No such compile option" not in str(error):
+                raise
+            unknown = str(error).rpartition(": ")[2]
+            raise mesh_lib.MeshError(
+                f"the compiler of {kind} does not know the option {unknown} of compiler_options; drop it"
+            ) from None
 
     def batch(self, rows: dict) -> dict:
         """A global batch out of the rows of this process, int32 [global_batch / processes S]."""

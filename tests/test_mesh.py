@@ -54,3 +54,11 @@ def test_data_crosses_the_slices_and_the_other_axes_stay_inside():
 )
 def test_the_environment_says_whether_there_are_other_processes(environment, several):
     assert mesh._is_one_of_several(environment) is several
+
+
+def test_compiler_options_are_those_of_the_device_as_the_config_changes_them():
+    offload = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
+    assert mesh.compiler_options("cpu") == {}
+    assert mesh.compiler_options("TPU v5")[offload] == "true"
+    changed = mesh.compiler_options("TPU v5", ("xla_a=1", f"{offload}="))
+    assert changed["xla_a"] == "1" and offload not in changed

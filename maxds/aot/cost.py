@@ -1,0 +1,206 @@
+"""What one instruction costs: FLOPs, bytes of HBM, and how long a device is busy with it."""
+
+import dataclasses
+import functools
+import math
+import re
+
+import numpy as np
+
+from maxds.aot.hlo import HBM, Array, Computation, Instruction, Module
+from maxds.aot.topology import Chip
+
+# These name values, and move none.
+FREE = set(
+    "parameter constant tuple get-tuple-element bitcast after-all add-dependency opt-barrier partition-id replica-id "
+    "domain get-dimension-size rng-get-and-update-state".split()
+)
+_FREE_TARGETS = set(
+    "AllocateBuffer AssumeGatherIndicesInBound PrepareAsyncCallStart PrepareAsyncCallDone SliceId ZeroCrop Sharding "
+    "annotate_device_placement GatherScatterIndicesBitpacked".split()
+)
+
+BASES = {
+    "cycles": "the compiler's cycles, over the clock",
+    "cost estimate": "the kernel's own FLOPs and bytes, the slower of the two at peak",
+    "grouped matmul": "2·rows·K·N of all rows there is room for, or its bytes, the slower of the two at peak",
+    "sort": "k(k+1)/2 passes over its operands in memory, k = log2 of the sorted length (a bitonic sort)",
+    "bytes": "bytes read and written, at the bandwidth of HBM",
+    "none": "no estimate: counted as nothing",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """Of one execution of an instruction on a device."""
+
+    seconds: float
+    basis: str  # a key of BASES
+    flops: float = 0.0
+    hbm_bytes: float = 0.0
+
+
+class Costs:
+    """The costs of a program's instructions on a chip."""
+
+    def __init__(self, module: Module, chip: Chip, peak: float):
+        self.module, self.chip, self.peak = module, chip, peak
+        self._flops: dict[str, float] = {}
+
+    def of(self, computation: Computation, i: Instruction) -> Cost | None:
+        """The cost of an instruction that runs on the TensorCore; None where it takes no time."""
+        if i.opcode in FREE or i.target in _FREE_TARGETS:
+            return None
+        flops, moved = self.flops(computation, i), self.hbm_bytes(computation, i)
+        if i.cycles is not None:
+            return Cost(i.cycles / self.chip.clock, "cycles", flops, moved)
+        if i.opcode == "custom-call":
+            return self._custom_call(i, flops, moved)
+        if i.opcode == "sort":
+            return self._sort(computation, i, moved)
+        return Cost(moved / self.chip.hbm, "bytes", flops, moved)
+
+    def _custom_call(self, i: Instruction, flops: float, moved: float) -> Cost:
+        if i.cost_estimate is not None:
+            moved = i.cost_estimate[1]
+            return Cost(max(flops / self.peak, moved / self.chip.hbm), "cost estimate", flops, moved)
+        if is_grouped_matmul(i):
+            return Cost(max(flops / self.peak, moved / self.chip.hbm), "grouped matmul", flops, moved)
+        return Cost(0.0, "none", flops, moved)
+
+    def _sort(self, computation: Computation, i: Instruction, moved: float) -> Cost:
+        dimension = int((re.search(r"dimensions=\{(\d+)\}", i.attributes) or [0, 0])[1])
+        levels = math.ceil(math.log2(max(i.arrays[0].dims[dimension], 2)))
+        passes = levels * (levels + 1) // 2
+        one_pass = 2 * sum(a.bytes for a in i.arrays)
+        return Cost(passes * one_pass / self.chip.hbm, "sort", 0.0, moved)
+
+    # --------------------------------------------------------------------------------------- FLOPs
+
+    def flops(self, computation: Computation, i: Instruction) -> float:
+        """FLOPs of matrix products; what is done element by element does not count."""
+        if i.opcode == "fusion":
+            return sum(map(self._flops_inside, i.called("calls")))
+        if i.opcode == "custom-call" and i.cost_estimate is not None:
+            return float(i.cost_estimate[0])
+        shapes = [_operand(computation, name) for name in i.operands]
+        if i.opcode == "custom-call" and is_grouped_matmul(i):
+            return _grouped_matmul_flops([a for a in shapes if a], i.arrays[0])
+        if i.opcode in ("dot", "convolution") and len(shapes) >= 2 and shapes[0] and shapes[1]:
+            product = _dot_flops if i.opcode == "dot" else _convolution_flops
+            return product(i, shapes[0], shapes[1])
+        return 0.0
+
+    def _flops_inside(self, name: str) -> float:
+        if name not in self._flops:
+            computation = self.module.computations[name]
+            self._flops[name] = sum(self.flops(computation, i) for i in computation.instructions)
+        return self._flops[name]
+
+    # --------------------------------------------------------------------------------------- bytes
+
+    def hbm_bytes(self, computation: Computation, i: Instruction) -> float:
+        """Bytes that an instruction reads from HBM and writes to it; what stays in VMEM does not count."""
+        if i.opcode == "fusion" and (called := i.called("calls")):
+            return self._fusion_bytes(computation, i, self.module.computations[called[0]])
+        if i.opcode in ("dynamic-slice", "slice", "gather"):
+            return 2 * _in_hbm(i)
+        if i.opcode in ("dynamic-update-slice", "scatter"):
+            update = computation.by_name.get(i.operands[-1 if i.opcode == "scatter" else 1])
+            return 2 * _in_hbm(update) if update else 0.0
+        return _in_hbm(i) + sum(_in_hbm(computation.by_name.get(name)) for name in dict.fromkeys(i.operands))
+
+    def _fusion_bytes(self, computation: Computation, i: Instruction, inner: Computation) -> float:
+        read = 0.0
+        for name, parameter in zip(i.operands, inner.parameters, strict=False):
+            whole = _in_hbm(computation.by_name.get(name))
+            read += min(whole, _read_inside(inner, parameter.name)) if whole else 0.0
+        return read + min(_in_hbm(i), _written(inner, inner.root))
+
+
+def is_grouped_matmul(i: Instruction) -> bool:
+    """Whether it is the kernel that the compiler puts in the place of `lax.ragged_dot`."""
+    return i.opcode == "custom-call" and "ragged_dot_tiling" in i.attributes
+
+
+def _operand(computation: Computation, name: str) -> Array | None:
+    found = computation.by_name.get(name)
+    return found.arrays[0] if found and found.arrays else None
+
+
+def _in_hbm(i: Instruction | None) -> float:
+    return sum(a.bytes for a in i.arrays if a.space == HBM) if i else 0.0
+
+
+def _read_inside(inner: Computation, name: str) -> float:
+    """Bytes that a fusion reads of a parameter: only slices of it, where only slices are taken."""
+    total = 0.0
+    for user in inner.users.get(name, ()):
+        if user.opcode == "bitcast":
+            total += _read_inside(inner, user.name)
+        elif user.opcode in ("dynamic-slice", "slice", "gather") and user.operands[0] == name:
+            total += sum(a.bytes for a in user.arrays)
+        elif user.opcode not in ("dynamic-update-slice", "scatter") or user.operands[0] != name:  # these write in place
+            return math.inf
+    return total
+
+
+def _written(inner: Computation, root: Instruction) -> float:
+    """Bytes that a fusion writes: of an update in place, the update."""
+    if root.opcode in ("bitcast", "tuple"):
+        return sum(_written(inner, inner.by_name[name]) for name in root.operands if name in inner.by_name)
+    if root.opcode in ("dynamic-update-slice", "scatter"):
+        update = inner.by_name.get(root.operands[-1 if root.opcode == "scatter" else 1])
+        return sum(a.bytes for a in update.arrays) if update else math.inf
+    return sum(a.bytes for a in root.arrays)
+
+
+def _grouped_matmul_flops(operands: list[Array], result: Array) -> float:
+    """[R K] by [G K N] -> [R N], or [R K] by [R N] -> [G K N]."""
+    matrices = [a for a in operands if a.dtype not in ("s32", "u32") and len(a.dims) >= 2]
+    if len(result.dims) == 3:
+        rows = matrices[0].dims[0]
+        return 2.0 * rows * result.dims[1] * result.dims[2]
+    rows, width = result.dims
+    inner = next((a.dims[1] for a in matrices if len(a.dims) == 2), 0)
+    return 2.0 * rows * width * inner
+
+
+def _dot_flops(i: Instruction, left: Array, _right: Array) -> float:
+    contracting = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", i.attributes)
+    sizes = [left.dims[int(n)] for n in contracting.group(1).split(",") if n] if contracting else []
+    return 2.0 * i.arrays[0].elements * math.prod(sizes)
+
+
+def _convolution_flops(i: Instruction, left: Array, right: Array) -> float:
+    """A TPU's matrix product: batch dimensions are windows most of whose taps fall between the values."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", i.attributes)
+    if not labels:
+        return 0.0
+    lhs, rhs, out = labels.groups()
+    sizes = dict(zip(out, i.arrays[0].dims, strict=True))
+    taps = 1
+    for n in (c for c in rhs if c.isdigit()):
+        extents = left.dims[lhs.index(n)], right.dims[rhs.index(n)], sizes[n]
+        taps *= _taps(*extents, _window(i.attributes, int(n)))
+    return 2.0 * sizes["b"] * sizes["f"] * right.dims[rhs.index("i")] * taps
+
+
+def _window(attributes: str, dimension: int) -> tuple[int, int, int, int]:
+    """(stride, padding before, dilation of the values, dilation of the window) of a dimension."""
+    window = re.search(r"window=\{([^}]*)\}", attributes)
+    fields = dict(part.split("=") for part in window.group(1).split()) if window else {}
+
+    def field(name: str) -> str:
+        return fields[name].split("x")[dimension] if name in fields else ""
+
+    before = int(field("pad").split("_")[0] or 0)
+    return int(field("stride") or 1), before, int(field("lhs_dilate") or 1), int(field("rhs_dilate") or 1)
+
+
+@functools.lru_cache(maxsize=4096)
+def _taps(values: int, taps: int, outputs: int, window: tuple[int, int, int, int]) -> int:
+    """How many (output, tap) pairs of a dimension meet a value rather than padding or a gap."""
+    stride, before, gap, spread = window
+    place = np.arange(outputs)[:, None] * stride + np.arange(taps)[None] * spread - before
+    return int(np.sum((place >= 0) & (place % gap == 0) & (place < (values - 1) * gap + 1)))

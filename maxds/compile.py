@@ -1,0 +1,109 @@
+"""The command: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [key=value ...]
+
+Compiles, on a machine without any TPU, the very train step that `maxds.train` runs there, and prints what it will
+need and cost: memory, FLOPs, traffic, and the time that its schedule takes. `--json=FILE` writes the figures,
+`--plot=FILE.png` draws one layer forward and one backward.
+
+exit code 0   compiled; it fits                     2   a mistake in the config, mesh or topology, or no libtpu
+          1   a defect of maxds or the machine      8   compiled for nothing: it does not fit into the device's memory
+"""
+
+import json
+import sys
+
+import jax
+from absl import flags
+from etils import epath
+
+from maxds import command, flops, loader
+from maxds import mesh as mesh_lib
+from maxds import step as step_lib
+from maxds.aot import fit, hlo, picture, report, timeline, topology
+from maxds.aot.cost import Costs
+from maxds.aot.network import Network
+from maxds.config import Config
+
+_TOPOLOGY = flags.DEFINE_string("topology", None, "What to compile for, in chips: tpu7x:4x4x8, v5p:8x8x8, v6e:16x16.")
+_SLICES = flags.DEFINE_integer("slices", 1, "How many such slices; mesh.data crosses them.")
+_JSON = flags.DEFINE_string("json", None, "Write the figures to this file.")
+_PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this PNG.")
+
+MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError)
+USAGE = (
+    "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--json=FILE] [--plot=FILE.png] "
+    "[key=value ...]"
+)
+
+
+def main(args: list[str]) -> int:
+    """Runs the command; returns its exit code."""
+    if len(args) < 2 or _TOPOLOGY.value is None:
+        print(USAGE, file=sys.stderr)
+        return 2
+    topology.prepare()
+    try:
+        config, _ = loader.load(Config, args[1], args[2:])
+        devices = topology.devices(_TOPOLOGY.value, _SLICES.value)
+        stepper = step_lib.make(config, mesh_lib.make(config.mesh, devices))
+        found = examine(stepper, _TOPOLOGY.value, _SLICES.value, _PLOT.value)
+    except MISTAKES as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(report.text(found))
+    if _JSON.value is not None:
+        epath.Path(_JSON.value).write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if found["fit"]["fits"] else 8
+
+
+def examine(stepper: step_lib.Stepper, name: str, slices: int, plot: str | None) -> dict:
+    """Compiles the train step and works out its figures; draws them into the file `plot`.
+
+    Raises:
+      MeshError: the compiler does not know an option of `compiler_options`.
+    """
+    target = _target(stepper, name, slices)
+    found = report.about(target)
+    try:
+        compiled = stepper.compile()
+    except jax.errors.JaxRuntimeError as error:
+        arguments = jax.tree.leaves((stepper.abstract_state, stepper.abstract_batch))
+        refused = fit.of_error(str(error), arguments, target.chip.hbm_bytes)
+        if refused is None:
+            raise
+        return found | {"fit": report.fit(refused)}
+    module = hlo.parse(compiled.as_text() or "")
+    network = Network(stepper.mesh, target.chip, module.partitions)
+    walked = timeline.walk(module, Costs(module, target.chip, target.peak), network.route)
+    found["fit"] = report.fit(fit.of_executable(compiled.memory_analysis(), target.chip.hbm_bytes), module)
+    found["cost"] = report.cost(target, module, walked, network)
+    if plot is not None:
+        picture.write(walked, plot, *_titles(target, found["cost"]))
+    return found
+
+
+def _target(stepper: step_lib.Stepper, name: str, slices: int) -> report.Target:
+    device = stepper.mesh.devices.flat[0]
+    return report.Target(
+        config=stepper.config,
+        mesh=dict(stepper.mesh.shape),
+        topology=name,
+        slices=slices,
+        kind=device.device_kind,
+        chip=topology.chip(device),
+        peak=flops.peak(device.device_kind) or 0.0,
+        options=mesh_lib.compiler_options(device.device_kind, stepper.config.compiler_options),
+    )
+
+
+def _titles(target: report.Target, cost: dict) -> tuple[str, str]:
+    mesh = " ".join(f"{axis}={n}" for axis, n in target.mesh.items())
+    return (
+        f"One step on {target.topology}{f' x {target.slices}' if target.slices > 1 else ''}, predicted",
+        f"{mesh}  ·  {target.config.schedule.kind}  ·  step {cost['step_seconds'] * 1e3:,.2f} ms  ·  "
+        f"{cost['tokens_per_second_per_chip']:,.0f} tokens/s a chip  ·  MFU {cost['mfu']:.1%}  ·  "
+        f"exposed communication {cost['exposed_communication_fraction']:.1%}",
+    )
+
+
+if __name__ == "__main__":
+    command.run(main)

@@ -1,0 +1,534 @@
+"""What is read off a compiled program: small programs written by hand, with answers worked out by hand.
+
+A cycle is a nanosecond here, every network moves 1 GB/s (a byte in a nanosecond), and so does HBM; so all times are
+small integers of nanoseconds.
+"""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from maxds.aot import cost, fit, hlo, network, picture, timeline, topology
+
+CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 0.5e9, 4)
+MESH = {"data": 2, "fsdp": 2, "expert": 2}
+GATHER = "replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}"  # over fsdp
+
+
+def cycles(n):
+    return f'backend_config={{"window_config":{{"estimated_cycles":"{n}"}}}}'
+
+
+def program(entry, *others):
+    """A program, out of the lines of its entry and whole other computations."""
+    head = "HloModule toy, is_scheduled=true, num_partitions=8\n"
+    body = entry.strip("\n")
+    return hlo.parse("\n\n".join([head, *others, f"ENTRY %main (p: f32[8]) -> f32[8] {{\n{body}\n}}\n"]))
+
+
+def walk(module, peak=1e9):
+    """The timeline, with every collective as long as its result has bytes."""
+
+    def route(i, opcode):
+        axes, _ = network.replica_axes(i.attributes, MESH)
+        size = sum(a.bytes for a in i.arrays)
+        return timeline.Route(axes, "ici", size, size / 1e9)
+
+    found = timeline.walk(module, cost.Costs(module, CHIP, peak), route)
+    parts = found.compute_seconds + found.exposed + found.stalled
+    assert found.step == pytest.approx(parts, abs=1e-15)
+    assert found.step >= found.compute_seconds
+    assert found.exposed <= found.communication + 1e-15
+    return found
+
+
+def ns(seconds):
+    return round(seconds * 1e9, 6)
+
+
+# ------------------------------------------------------------------------------------------ parser
+
+
+def test_shapes_have_types_sizes_layouts_and_memory_spaces():
+    module = program("""
+  %p = f32[8]{0:T(256)} parameter(0)
+  ROOT %t = (bf16[3,130]{1,0:T(8,128)(2,1)S(1)}, (s32[]{:T(128)}, pred[4]{0:S(5)})) tuple(%p)""")
+    (first,), (scalar, flags) = module.entry.root.elements
+    assert (first.dims, first.bytes, first.space) == ((3, 130), 780, hlo.VMEM)
+    assert first.padded_bytes == 8 * 256 * 2
+    assert (scalar.dims, scalar.bytes, flags.space, flags.bytes) == ((), 4, hlo.HOST, 4)
+    fp8 = program("  ROOT %p = f8e4m3fn[16]{0} parameter(0)").entry.root.arrays[0]
+    assert fp8.bytes == 16
+
+
+def test_attributes_of_a_pallas_call_may_span_lines():
+    module = program("""
+  %p = f32[8]{0} parameter(0)
+  %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call", frontend_attributes={kernel_metadata={
+    "a": {"b": 1
+}}
+}, metadata={op_name="jit(f)/attention/k" source_file="f.py" source_line=7}, backend_config={"custom_call_config":\
+{"body":"abc","cost_estimate":{"flops":"600","transcendentals":"0","bytes_accessed":"50"}}}
+  ROOT %r = f32[8]{0} add(%k, %k)""")
+    kernel = module.entry.by_name["k"]
+    assert [i.name for i in module.entry.instructions] == ["p", "k", "r"]
+    assert (kernel.target, kernel.cost_estimate, kernel.op_name) == ("tpu_custom_call", (600, 50), "jit(f)/attention/k")
+    assert module.sources(kernel) == ["f.py:7"]
+    found = walk(module)
+    assert ns(found.compute["cost estimate"].seconds) == 600  # FLOPs at 1 GFLOP/s, slower than the bytes
+    assert found.flops == 600
+
+
+def test_sources_are_found_through_the_stack_frames():
+    text = """HloModule toy
+
+FileNames
+1 "a.py"
+2 "b.py"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=10 end_line=10}
+2 {file_name_id=2 function_name_id=2 line=20 end_line=20}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+2 {file_location_id=2 parent_frame_id=2}
+
+ENTRY %main (p: f32[8]) -> f32[8] {
+  ROOT %p = f32[8]{0} parameter(0), metadata={op_name="x" stack_frame_id=2}
+}
+"""
+    module = hlo.parse(text)
+    assert module.sources(module.entry.root) == ["b.py:20", "a.py:10"]
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="ENTRY"):
+        hlo.parse("HloModule empty\n")
+
+
+# ---------------------------------------------------------------------------------------- replica groups
+
+
+@pytest.mark.parametrize(
+    ("attributes", "axes", "size"),
+    [
+        ("replica_groups=mesh['data'=2,'fsdp'=2,'expert'=2] {'fsdp'}", ("fsdp",), 2),
+        ("replica_groups=mesh['data'=2,'fsdp'=2,'expert'=2] {'data','expert'}, dimensions={0}", ("data", "expert"), 4),
+        ("replica_groups=mesh['all'=8] {'all':(2)2}", ("fsdp",), 2),
+        ("replica_groups=mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'a'}", ("fsdp",), 2),
+        ("replica_groups={{0,4},{1,5},{2,6},{3,7}}", ("data",), 2),
+        ("replica_groups={{0,1,2,3,4,5,6,7}}, dimensions={0}", ("data", "fsdp", "expert"), 8),
+        ("replica_groups=[4,2]<=[8]", ("expert",), 2),
+        ("replica_groups=[4,2]<=[2,2,2]T(0,2,1)", ("fsdp",), 2),
+        ("replica_groups={}", ("data", "fsdp", "expert"), 8),
+        ("source_target_pairs={{0,2},{2,0}}", ("fsdp",), 2),
+    ],
+)
+def test_replica_groups_are_mesh_axes(attributes, axes, size):
+    assert network.replica_axes(attributes, MESH) == (axes, size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    coords: tuple
+    core_on_chip: int
+
+
+def torus(x, y, z, chip):
+    """A mesh (data, fsdp, expert) = (x, y·z, devices of a chip)."""
+    places = itertools.product(range(x), range(y), range(z), range(chip.per_chip))
+    devices = np.array([Device((i, j, k), core) for i, j, k, core in places], dtype=object)
+    grid = np.empty(len(devices), dtype=object)
+    grid[:] = devices
+    shape = (x, y * z, chip.per_chip)
+    return type("Mesh", (), {"devices": grid.reshape(shape), "axis_names": tuple(MESH), "size": len(devices)})()
+
+
+def test_the_links_of_an_axis_follow_from_where_its_devices_are():
+    chip = topology.CHIPS["TPU7x"]
+    links = network.Network(torus(2, 4, 8, chip), chip, 128)
+    assert links.link(["data"]).bandwidth == chip.ici / 2  # one link, and both dies of a chip have their own ring
+    assert links.link(["fsdp"]).bandwidth == 4 * chip.ici / 2  # two closed rings
+    assert links.link(("fsdp", "expert")).bandwidth == 4 * chip.ici
+    assert (links.link(["expert"]).network, links.link(["expert"]).bandwidth) == ("die", chip.die)
+
+
+def collective(opcode, shape, attributes):
+    return program(f"  ROOT %c = {shape} {opcode}(%p), {attributes}").entry.root
+
+
+def test_collectives_move_all_but_a_device_s_own_share():
+    chip = topology.CHIPS["TPU7x"]
+    links = network.Network(torus(2, 2, 1, chip), chip, 8)
+    over = "replica_groups={{0,2},{1,3},{4,6},{5,7}}"
+    gather = links.route(collective("all-gather", "f32[100]{0}", over), "all-gather")
+    scatter = links.route(collective("reduce-scatter", "f32[50]{0}", over), "reduce-scatter")
+    reduce = links.route(collective("all-reduce", "f32[100]{0}", over), "all-reduce")
+    start = collective("all-gather-start", "(f32[50]{0}, f32[100]{0})", over)
+    assert gather.bytes == scatter.bytes == links.route(start, "all-gather").bytes == 200
+    assert reduce.bytes == 400
+    assert gather.seconds == 200 / (chip.ici / 2)
+    assert (gather.axes, gather.network, gather.lanes) == (("fsdp",), "ici", ("ici fsdp",))
+
+
+def test_what_is_sent_to_another_slice_takes_the_dcn():
+    chip = topology.CHIPS["TPU v5"]
+    links = network.Network(torus(2, 2, 2, chip), chip, 4)
+    sent = links.route(collective("send", "(f32[100]{0}, u32[], token[])", "channel_id=1"), "send")
+    assert (sent.axes, sent.network, sent.seconds) == (("data",), "dcn", 400 / chip.dcn)
+
+
+@pytest.mark.parametrize(
+    ("name", "slices", "message"),
+    [
+        ("tpu7:4x4x8", 1, "did you mean tpu7x?"),
+        ("gpu:8", 1, "known are v5p, v6e, tpu7x"),
+        ("tpu7x", 1, "give chips as tpu7x:4x4x8"),
+        ("tpu7x:2x2x1", 0, "slices from 1"),
+    ],
+)
+def test_a_topology_that_is_none_is_refused(name, slices, message):
+    with pytest.raises(topology.TopologyError, match=re.escape(message)):
+        topology.devices(name, slices)
+
+
+# ---------------------------------------------------------------------------------------- timeline
+
+
+def test_a_synchronous_collective_is_exposed_whole():
+    found = walk(
+        program(f"""
+  %p = f32[8]{{0}} parameter(0)
+  %a = f32[8]{{0}} add(%p, %p), {cycles(100)}
+  ROOT %g = f32[10]{{0}} all-gather(%a), {GATHER}""")
+    )
+    assert (ns(found.step), ns(found.exposed), ns(found.communication)) == (140, 40, 40)
+    assert list(found.collectives) == [("all-gather", ("fsdp",), "ici")]
+
+
+def overlapped(work, size=10):
+    return program(f"""
+  %p = f32[8]{{0}} parameter(0)
+  %s = (f32[8]{{0}}, f32[{size}]{{0}}) all-gather-start(%p), {GATHER}
+  %a = f32[8]{{0}} add(%p, %p), {cycles(work)}
+  ROOT %d = f32[{size}]{{0}} all-gather-done(%s)""")
+
+
+def test_an_asynchronous_collective_is_exposed_by_what_no_compute_hides():
+    hidden, partly = walk(overlapped(100)), walk(overlapped(30))  # 32 bytes of operand and 40 of result, in `route`
+    assert (ns(hidden.step), ns(hidden.exposed), ns(hidden.communication)) == (100, 0, 72)
+    assert (ns(partly.step), ns(partly.exposed)) == (72, 42)
+
+
+def test_collectives_of_one_axis_wait_for_each_other_and_those_of_two_do_not():
+    def both(second):
+        return program(f"""
+  %p = f32[8]{{0}} parameter(0)
+  %s = f32[10]{{0}} all-reduce-start(%p), {GATHER}
+  %u = f32[10]{{0}} all-reduce-start(%p), {second}
+  %d = f32[10]{{0}} all-reduce-done(%s)
+  ROOT %e = f32[10]{{0}} all-reduce-done(%u)""")
+
+    assert ns(walk(both(GATHER)).step) == 80
+    assert ns(walk(both("replica_groups={{0,1},{2,3},{4,5},{6,7}}")).step) == 40
+    assert ns(walk(both("replica_groups={{0,1,2,3},{4,5,6,7}}")).step) == 80  # over both axes
+
+
+SPARSE = f"""%gather (q: f32[8]) -> f32[10] {{
+  %q = f32[8]{{0}} parameter(0)
+  ROOT %ag = f32[10]{{0}} all-gather(%q), {GATHER}
+}}, execution_thread="sparsecore\""""
+
+
+def test_a_call_on_the_sparse_cores_begins_when_its_operands_arrive():
+    module = program(
+        f"""
+  %p = f32[8]{{0}} parameter(0)
+  %s = ((), (), u32[]) call-start(), async_execution_thread="sparsecore", to_apply=%gather
+  %a = f32[8]{{0}} add(%p, %p), {cycles(100)}
+  %u = ((f32[8]{{0}}), f32[10]{{0}}, u32[]) call-update(%s, %a)
+  %b = f32[8]{{0}} add(%p, %p), {cycles(10)}
+  ROOT %d = f32[10]{{0}} call-done(%u)""",
+        SPARSE,
+    )
+    found = walk(module)
+    assert (ns(found.step), ns(found.exposed)) == (140, 30)
+
+
+def loop(body, trips="constant(5)", compare="lt"):
+    condition = f"""%condition (c: (s32[])) -> pred[] {{
+  %c = (s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=0
+  %n = s32[] {trips}
+  ROOT %{compare} = pred[] compare(%i, %n), direction=LT
+}}"""
+    return condition, f"%body (x: (s32[])) -> (s32[]) {{\n{body}\n}}"
+
+
+WHILE = """
+  %p = f32[8]{0} parameter(0)
+  %t = (s32[]) tuple(%p)
+  ROOT %w = (s32[]) while(%t), condition=%condition, body=%body"""
+
+
+def test_a_loop_takes_its_trips_times_as_long():
+    body = f"""  %x = (s32[]) parameter(0)
+  %a = f32[8]{{0}} add(%x, %x), {cycles(7)}
+  %g = f32[10]{{0}} all-reduce(%a), {GATHER}
+  ROOT %r = (s32[]) tuple(%x)"""
+    found = walk(program(WHILE, *loop(body)))
+    assert (ns(found.step), ns(found.compute_seconds), ns(found.exposed)) == (5 * 47, 35, 200)
+    assert found.loops["body"].trips == 5
+    assert ns(found.loops["body"].end - found.loops["body"].start) == 47
+    known = WHILE + ', backend_config={"known_trip_count":{"n":"9"}}'
+    assert ns(walk(program(known, *loop(body))).step) == 9 * 47
+
+
+def test_a_loop_may_count_from_a_constant():
+    body = f"""  %x = (s32[]) parameter(0)
+  %a = f32[8]{{0}} add(%x, %x), {cycles(7)}
+  ROOT %r = (s32[]) tuple(%x)"""
+    entry = WHILE.replace("%t = (s32[]) tuple(%p)", "%one = s32[] constant(1)\n  %t = (s32[]) tuple(%one)")
+    assert ns(walk(program(entry, *loop(body))).step) == 4 * 7
+
+
+def test_a_loop_that_runs_as_often_as_the_data_says_counts_as_none_aloud():
+    body = f"  %x = (s32[]) parameter(0)\n  ROOT %a = (s32[]) tuple(%x), {cycles(7)}"
+    found = walk(program(WHILE, *loop(body, "get-tuple-element(%c), index=0")))
+    assert (found.step, [i.name for i in found.skipped]) == (0, ["w"])
+
+
+def test_a_transfer_may_end_in_the_next_iteration():
+    body = f"""  %x = (s32[], (f32[8]{{0}}, f32[10]{{0}})) parameter(0)
+  %h = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%x), index=1
+  %d = f32[10]{{0}} all-gather-done(%h)
+  %s = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%d), {GATHER}
+  %a = f32[8]{{0}} add(%d, %d), {cycles(50)}
+  %i = s32[] get-tuple-element(%x), index=0
+  ROOT %r = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%i, %s)"""
+    entry = f"""
+  %p = f32[8]{{0}} parameter(0)
+  %first = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%p), {GATHER}
+  %t = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%p, %first)
+  %w = (s32[], (f32[8]{{0}}, f32[10]{{0}})) while(%t), condition=%condition, body=%body
+  %last = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%w), index=1
+  ROOT %d2 = f32[10]{{0}} all-gather-done(%last)"""
+    found = walk(program(entry, *loop(body)))
+    # Six transfers of 72: the first is waited for in full, the others are hidden by 50 each.
+    assert ns(found.communication) == 6 * 72
+    assert ns(found.exposed) == 72 + 5 * 22
+    assert ns(found.step) == 5 * 50 + 72 + 5 * 22
+
+
+def test_the_slowest_branch_of_a_conditional_counts():
+    def branch(name, n):
+        add = f"  ROOT %a = f32[8]{{0}} add(%x, %x), {cycles(n)}"
+        return f"%{name} (x: f32[8]) -> f32[8] {{\n  %x = f32[8]{{0}} parameter(0)\n{add}\n}}"
+
+    entry = """
+  %p = f32[8]{0} parameter(0)
+  ROOT %c = f32[8]{0} conditional(%p, %p, %p), branch_computations={%one, %two}"""
+    assert ns(walk(program(entry, branch("one", 5), branch("two", 90))).step) == 90
+
+
+def test_copies_to_the_host_run_beside_the_compute():
+    module = program(f"""
+  %p = f32[8]{{0}} parameter(0)
+  %s = (f32[8]{{0:S(5)}}, f32[8]{{0}}, u32[]) copy-start(%p)
+  %a = f32[8]{{0}} add(%p, %p), {cycles(50)}
+  ROOT %d = f32[8]{{0:S(5)}} copy-done(%s)""")
+    found = walk(module)
+    assert ns(found.others[timeline.HOST_DMA].seconds) == 64  # 32 bytes at 0.5 GB/s
+    assert (ns(found.step), ns(found.stalled), found.exposed) == (64, 14, 0)
+
+
+def test_slices_of_host_memory_count_as_what_they_move():
+    module = program("""
+  %p = f32[8]{0} parameter(0)
+  %h = f32[4,8]{1,0:S(5)} parameter(1)
+  %s = ((f32[4,8]{1,0:S(5)}, f32[1,8]{1,0}, s32[]), f32[4,8]{1,0:S(5)}, u32[]) dynamic-update-slice-start(%h, %p)
+  %d = f32[4,8]{1,0:S(5)} dynamic-update-slice-done(%s)
+  %t = ((f32[4,8]{1,0:S(5)}, s32[]), f32[1,8]{1,0}, u32[]) dynamic-slice-start(%d)
+  ROOT %e = f32[1,8]{1,0} dynamic-slice-done(%t)""")
+    host = walk(module).others[timeline.HOST_DMA]
+    assert (host.times, host.bytes, ns(host.exposed)) == (2, 64, 128)
+
+
+def test_what_is_sent_to_another_slice_ends_where_it_is_received():
+    meet = 'frontend_attributes={_xla_host_transfer_rendezvous="sum"}'
+    module = program(f"""
+  %p = f32[8]{{0}} parameter(0)
+  %k = token[] after-all()
+  %s = (f32[8]{{0}}, u32[], token[]) send(%p, %k), channel_id=1, {meet}
+  %a = f32[8]{{0}} add(%p, %p), {cycles(20)}
+  %r = (f32[8]{{0}}, u32[], token[]) recv(%k), channel_id=2, {meet}
+  %d = (f32[8]{{0}}, token[]) recv-done(%r), channel_id=2
+  ROOT %e = token[] send-done(%s), channel_id=1""")
+    found = walk(module)
+    assert found.collectives["send", tuple(MESH), "ici"].times == 1
+    assert ns(found.step) == 36  # the bytes of its result: 32, and 4 of context
+
+
+def test_what_has_no_estimate_is_kept_in_sight():
+    module = program("""
+  %p = f32[8]{0} parameter(0)
+  ROOT %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call\"""")
+    assert walk(module).compute["none"].times == 1
+
+
+# -------------------------------------------------------------------------------------------- cost
+
+
+def only(line, *others):
+    module = program(
+        f"""
+  %x = bf16[64,16]{{1,0}} parameter(0)
+  %w = bf16[16,32]{{1,0}} parameter(1)
+  %g = bf16[4,16,32]{{2,1,0}} parameter(2)
+  %y = bf16[64,32]{{1,0:S(1)}} parameter(3)
+  ROOT %r = {line}""",
+        *others,
+    )
+    return cost.Costs(module, CHIP, 1e9).of(module.entry, module.entry.root)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "bf16[64,32]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}",
+        "bf16[64,32]{1,0} convolution(%x, %w), dim_labels=bf_io->bf",
+        'bf16[64,32]{1,0} custom-call(%x, %g), frontend_attributes={ragged_dot_tiling="8,8,8"}',
+        'bf16[4,16,32]{2,1,0} custom-call(%x, %y), frontend_attributes={ragged_dot_tiling="8,8,8"}',
+    ],
+)
+def test_flops_of_products(line):
+    assert only(line).flops == 2 * 64 * 16 * 32
+
+
+def test_flops_of_a_batched_product_are_not_those_of_its_window():
+    module = program("""
+  %x = bf16[8,64,16]{2,1,0} parameter(0)
+  %w = bf16[8,16,32]{2,1,0} parameter(1)
+  ROOT %r = bf16[8,64,32]{2,1,0} convolution(%x, %w), window={size=8 stride=7 lhs_dilate=8}, dim_labels=0bf_0io->0bf""")
+    assert cost.Costs(module, CHIP, 1e9).of(module.entry, module.entry.root).flops == 8 * 2 * 64 * 16 * 32
+
+
+def test_a_grouped_matmul_without_cost_is_estimated_by_its_shapes():
+    found = only('bf16[64,32]{1,0} custom-call(%x, %g), frontend_attributes={ragged_dot_tiling="8,8,8"}')
+    assert (found.basis, ns(found.seconds)) == ("grouped matmul", 2 * 64 * 16 * 32)
+
+
+def test_a_sort_passes_over_its_operands():
+    found = only("(bf16[64,16]{1,0}) sort(%x), dimensions={1}, to_apply=%c")
+    assert (found.basis, ns(found.seconds)) == ("sort", 10 * 2 * 2048)  # log2(16) = 4: 4 * 5 / 2 passes
+
+
+def test_bytes_are_those_of_hbm():
+    assert only("bf16[64,32]{1,0:S(1)} copy(%y)").hbm_bytes == 0
+    assert only("bf16[64,32]{1,0} copy(%y)").hbm_bytes == 64 * 32 * 2
+    assert only("bf16[2,16]{1,0} dynamic-slice(%x, %w)").hbm_bytes == 2 * 64
+
+
+def test_a_fusion_reads_the_slices_that_it_takes_and_writes_what_it_updates():
+    inner = """%fused (a: bf16[64,16], b: bf16[16,32]) -> bf16[64,16] {
+  %a = bf16[64,16]{1,0} parameter(0)
+  %b = bf16[16,32]{1,0} parameter(1)
+  %i = s32[] constant(0)
+  %s = bf16[1,16]{1,0} dynamic-slice(%a, %i, %i)
+  ROOT %u = bf16[64,16]{1,0} dynamic-update-slice(%a, %s, %i, %i)
+}"""
+    assert only("bf16[64,16]{1,0} fusion(%x, %w), kind=kLoop, calls=%fused", inner).hbm_bytes == 32 + 32
+
+
+# --------------------------------------------------------------------------------------------- fit
+
+
+def test_the_peak_is_where_the_most_lives():
+    module = program("""
+  %p = f32[8]{0} parameter(0)
+  %a = f32[1000]{0} broadcast(%p)
+  %b = f32[500]{0} slice(%a)
+  %v = f32[9000]{0:S(1)} broadcast(%b)
+  %c = f32[2000]{0} broadcast(%b)
+  ROOT %d = f32[8]{0} slice(%c)""")
+    peak, buffers = fit.largest(module)
+    assert peak == 32 + 2000 + 8000  # a has ended, v is in VMEM
+    assert [b.instruction.name for b in buffers] == ["c", "b", "p"]
+
+
+def test_a_loop_works_in_what_it_is_given():
+    body = """  %x = (s32[], f32[100]{0}) parameter(0)
+  %e = f32[100]{0} get-tuple-element(%x), index=1
+  %big = f32[300]{0} broadcast(%e)
+  %n = f32[100]{0} dynamic-update-slice(%e, %big)
+  %i = s32[] get-tuple-element(%x), index=0
+  ROOT %r = (s32[], f32[100]{0}) tuple(%i, %n)"""
+    entry = """
+  %p = f32[100]{0} parameter(0)
+  %i = s32[] constant(0)
+  %t = (s32[], f32[100]{0}) tuple(%i, %p)
+  ROOT %w = (s32[], f32[100]{0}) while(%t), condition=%condition, body=%body"""
+    peak, buffers = fit.largest(program(entry, *loop(body)))
+    assert peak == 400 + 4 + 1200
+    assert buffers[0].instruction.name == "big"
+
+
+def test_the_compiler_s_refusal_says_what_was_needed():
+    message = (
+        "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "
+        "temporaries (378.28G) exceeds available HBM (94.74G). HLO module: jit_train_step."
+    )
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("a",))
+    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
+    found = fit.of_error(message, [jax.ShapeDtypeStruct((8, 2), np.float32, sharding=split)], 1.0)
+    assert found is not None
+    assert (found.arguments, found.fits) == (16, False)
+    assert found.total == pytest.approx(378.28 * 2**30)
+    assert found.limit == pytest.approx(94.74 * 2**30)
+    assert fit.of_error("INTERNAL: something else", [], 1.0) is None
+
+
+# ----------------------------------------------------------------------------------------- picture
+
+
+@pytest.mark.parametrize(
+    ("op_name", "opcode", "axes", "found"),
+    [
+        ("jit(train_step)/shard_map/jvp(moe_layers)/while/body/attention/dot_general", "fusion", None, "attention"),
+        ("jit(train_step)/shard_map/transpose(jvp(experts))/mul", "fusion", None, "experts"),
+        ("jit(train_step)/shard_map/while/body/dispatch/all_gather", "all-gather", ("expert",), "dispatch"),
+        ("jit(train_step)/shard_map/while/body/reduce_scatter", "reduce-scatter", ("expert",), "combine"),
+        ("jit(train_step)/shard_map/while/body/all_gather", "all-gather", ("fsdp",), "weights"),
+        ("jit(train_step)/shard_map/while/body/reduce_scatter", "reduce-scatter", ("fsdp",), "gradients"),
+        ("jit(train_step)/shard_map/psum", "all-reduce", ("expert",), "gradients"),
+        ("jit(train_step)/add", "fusion", None, "optimizer"),
+        ("", "copy", None, "other"),
+    ],
+)
+def test_stages_are_read_off_the_scopes(op_name, opcode, axes, found):
+    assert timeline.stage(op_name, opcode, axes) == found
+
+
+def test_the_picture_is_a_png(tmp_path):
+    def scoped(name, stage, n):
+        return f'  %{name} = f32[8]{{0}} add(%x, %x), metadata={{op_name="jit(f)/shard_map/{stage}/add"}}, {cycles(n)}'
+
+    body = "\n".join(
+        [
+            "  %x = (s32[]) parameter(0)",
+            scoped("a", "attention", 40),
+            scoped("e", "experts", 60),
+            f"  %g = f32[10]{{0}} all-reduce(%a), {GATHER}",
+            "  ROOT %r = (s32[]) tuple(%x)",
+        ]
+    )
+    found = walk(program(WHILE, *loop(body)))
+    for name, timed in (("layers", found), ("no layers", walk(overlapped(30)))):
+        path = tmp_path / f"{name}.png"
+        picture.write(timed, path, "title", "subtitle")
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000

@@ -1,0 +1,108 @@
+"""The command, as people call it: a compilation for a TPU that is not here, and what it refuses."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+TINY = pathlib.Path(__file__).with_name("tiny.yaml")
+CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+needs_libtpu = pytest.mark.skipif(
+    importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPU, is not installed"
+)
+
+
+def command(*args, program=("-m", "maxds.compile")):
+    return subprocess.run([sys.executable, *program, *map(str, args)], env=CLEAN, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Text and figures of a tiny model on the smallest topology, and the picture."""
+    folder = tmp_path_factory.mktemp("compiled")
+    result = command(
+        TINY, "--topology=tpu7x:2x2x1", f"--json={folder}/out.json", f"--plot={folder}/out.png", "loss.balance=0"
+    )
+    assert (result.returncode, result.stderr) == (0, "")
+    return result.stdout, json.loads((folder / "out.json").read_text()), folder / "out.png"
+
+
+@needs_libtpu
+def test_a_step_is_compiled_for_a_tpu_that_is_not_here(compiled):
+    text, found, picture = compiled
+    assert (found["devices"], found["device_kind"]) == (8, "TPU7x")
+    assert found["mesh"] == {"data": 2, "fsdp": 2, "expert": 2}
+    fit = found["fit"]
+    assert fit["fits"] and 0 < fit["arguments"] < fit["total"] < fit["limit"]
+    assert len(fit["buffers"]) == 10
+    assert any("state.params" in buffer["op_name"] for buffer in fit["buffers"])
+    assert text.startswith("tpu7x:2x2x1: 8 devices (TPU7x), data=2 fsdp=2 expert=2\n")
+    assert "Fit: it fits" in text and "Assumptions" in text
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@needs_libtpu
+def test_the_figures_agree_with_each_other(compiled):
+    _, found, _ = compiled
+    cost = found["cost"]
+    step, exposed = cost["step_seconds"], cost["exposed_communication_seconds"]
+    assert step == pytest.approx(cost["compute_seconds"] + exposed + cost["stalled_seconds"])
+    assert exposed == pytest.approx(sum(c["exposed_seconds"] for c in cost["collectives"]))
+    assert 0 < cost["mfu"] < 1
+    assert cost["executed_flops"] >= cost["model_flops"] > 0
+    tokens = 16 * 32 / 8
+    assert cost["tokens_per_second_per_device"] == pytest.approx(tokens / step)
+    assert cost["tokens_per_second_per_chip"] == pytest.approx(2 * tokens / step)
+
+
+@needs_libtpu
+def test_communication_is_told_apart_by_mesh_axis(compiled):
+    _, found, _ = compiled
+    seen = {(c["collective"], *c["axes"]) for c in found["cost"]["collectives"]}
+    assert {("all-gather", "fsdp"), ("all-gather", "expert"), ("reduce-scatter", "expert")} <= seen
+    assert found["cost"]["dcn_bytes"] == 0
+
+
+@needs_libtpu
+def test_every_source_is_in_the_package(compiled):
+    _, found, _ = compiled
+    sources = {entry["source"] for entry in found["cost"]["slowest"] if entry["source"]}
+    assert sources and all(source.startswith("maxds/") for source in sources)
+
+
+@needs_libtpu
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--topology=ironwood:4x4x8"], "no TPU is named ironwood; known are v5p, v6e, tpu7x"),
+        (["--topology=tpu7x:3x5"], "the compiler knows no such topology"),
+        (["--topology=tpu7x:2x2x1", "mesh.data=3"], "mesh.expert=2 does not fit the 8 devices"),
+        (["--topology=tpu7x:2x2x1", "compiler_options=[xla_no_such=1]"], "does not know the option 'xla_no_such'"),
+        ([], "usage: python -m maxds.compile CONFIG.yaml --topology="),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_told_in_a_line(args, message):
+    result = command(TINY, *args)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_without_libtpu_the_remedy_is_named():
+    program = "import sys; sys.modules['libtpu'] = None\nfrom maxds import command, compile; command.run(compile.main)"
+    result = command(TINY, "--topology=tpu7x:2x2x1", program=("-c", program))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert result.stderr == (
+        '--topology=tpu7x:2x2x1 needs the TPU compiler, and libtpu is not installed: pip install "maxds[tpu]"\n'
+    )
+
+
+@needs_libtpu
+def test_what_does_not_fit_is_a_result():
+    result = command(TINY, "--topology=v6e:2x4", "model.vocab_size=50_000_000")
+    assert (result.returncode, result.stderr) == (8, "")
+    assert "it DOES NOT FIT, by " in result.stdout
