@@ -113,7 +113,7 @@ def make(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
-def compiler_options(device_kind: str, changes: Sequence[str] = ()) -> dict[str, str]:
+def compiler_options(device_kind: str, changes: Sequence[str] = ()) -> dict[str, str | bool]:
     """Options that a train step is compiled with, here and ahead of time.
 
     Args:

@@ -220,7 +220,7 @@ class Stepper:
     @property
     def abstract_mode(self) -> Mode:
         """Shapes of a mode."""
-        scalars = Mode(dict.fromkeys(self.network.coefficients(), jnp.float32(0)), jnp.bool(False))
+        scalars = Mode({name: jnp.float32(0) for name in self.network.coefficients()}, jnp.bool(False))
         sharding = mesh_lib.replicated(self.mesh)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), scalars)
 

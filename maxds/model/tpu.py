@@ -32,7 +32,7 @@ class KernelError(RuntimeError):
 
 def attend(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
     """As `kernels.attention` without kept values: the output, and the log-sum-exp."""
-    out, lse = jax.vmap(attend_row)(*map(_swapped, (q, k, v)), segments)
+    out, lse = jax.vmap(attend_row)(_swapped(q), _swapped(k), _swapped(v), segments)
     return _swapped(out), lse
 
 
@@ -47,7 +47,7 @@ def attend_backward(
 
 def attend_row(q: Array, k: Array, v: Array, segments: Array, *, interpret: bool = False) -> tuple[Array, Array]:
     """As `attend`, of one row: [N S H], ..., [S] -> [N S Hv], [N S]."""
-    out, (lse,) = _splash(*q.shape[:2], interpret)(q, k, v, SegmentIds(segments, segments))
+    out, (lse,) = _splash(q.shape[0], q.shape[1], interpret)(q, k, v, SegmentIds(segments, segments))
     return out, lse
 
 
@@ -55,7 +55,7 @@ def attend_row_backward(
     q: Array, k: Array, v: Array, segments: Array, kept: tuple[Array, Array], dout: Array, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
     """As `attend_backward`, of one row."""
-    splash = _splash(*q.shape[:2], interpret)
+    splash = _splash(q.shape[0], q.shape[1], interpret)
     masks = splash.dq_mask_info, splash.dkv_mask_info
     residuals = q, k, v, SegmentIds(segments, segments), None, *kept, *masks
     found = splash_attention_kernel._splash_attention_bwd(**splash.kwargs, res=residuals, do=dout)
@@ -64,10 +64,18 @@ def attend_row_backward(
 
 def _splash(heads: int, length: int, interpret: bool):
     block = max(size for size in (128, 256, 512, MOST_ROWS) if length % size == 0)
-    names = "q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq"
     return make_splash_mha_single_device(
         splash_attention_mask.MultiHeadMask([CausalMask((length, length))] * heads),
-        block_sizes=BlockSizes(**{f"block_{name}": block for name in names}),
+        block_sizes=BlockSizes(
+            block_q=block,
+            block_kv=block,
+            block_kv_compute=block,
+            block_q_dkv=block,
+            block_kv_dkv=block,
+            block_kv_dkv_compute=block,
+            block_q_dq=block,
+            block_kv_dq=block,
+        ),
         save_residuals=True,
         interpret=interpret,
     )
@@ -82,14 +90,14 @@ def _swapped(x):
 def _summing():
     """Imported where it is used: tokamax takes seconds, and has this on Python 3.12 only."""
     try:
-        from tokamax._src.ops.ragged_gather_reduce.pallas_mosaic_tpu import Config, PallasTpuRaggedGatherReduce
+        from tokamax._src.ops.ragged_gather_reduce import pallas_mosaic_tpu as kernel  # pyright: ignore
     except ImportError as error:
         raise KernelError(
             f"training on TPU needs the tokamax of Python 3.12 (0.0.17), not {metadata.version('tokamax')}: "
             f"run on Python 3.12 with constraints/py312.txt"
         ) from error
     warnings.filterwarnings("ignore", message="Destination semaphore is ignored")  # about its own code
-    return PallasTpuRaggedGatherReduce(config=Config(), bypass_device_check=True)  # the check forbids compiling ahead
+    return kernel.PallasTpuRaggedGatherReduce(kernel.Config(), bypass_device_check=True)  # to compile ahead of time
 
 
 def sum_rows(rows: Array, slots: Array, here: Array) -> Array:
