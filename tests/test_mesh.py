@@ -1,5 +1,9 @@
 """Meshes: derived sizes, what is refused, and how processes are told that they are several."""
 
+import resource
+import subprocess
+import sys
+
 import pytest
 
 from maxds import mesh
@@ -54,3 +58,31 @@ def test_data_crosses_the_slices_and_the_other_axes_stay_inside():
 )
 def test_the_environment_says_whether_there_are_other_processes(environment, several):
     assert mesh._is_one_of_several(environment) is several
+
+
+FAULTS = """
+import resource, threading
+import numpy as np
+from maxds import config, mesh
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(2):
+        thread = threading.Thread(target=np.ones, args=(1 << 24,))  # 128 MiB
+        thread.start()
+        thread.join()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+mesh.initialize(config.Mesh(cpu_devices=1))
+faults()
+mesh.keep_freed_memory(config.Mesh(cpu_devices=1))
+faults()
+faults()
+"""
+
+
+def test_what_a_thread_frees_is_reused_once_memory_is_kept():
+    run = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True, check=True)
+    _, growing, kept = map(int, run.stdout.split())
+    pages = (1 << 27) // resource.getpagesize()
+    assert growing < 1.5 * pages and kept < 0.1 * pages, run.stdout
