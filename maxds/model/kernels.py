@@ -166,43 +166,45 @@ def _multiply_transposed(x, dy, sizes):
     return lax.platform_dependent(x, dy, sizes, cpu=_multiply_transposed_by_blocks, default=ragged)
 
 
-def _row_blocks(sizes):
-    """Function of a block's index -> (its group, its first row, the end of the group's rows); the number of blocks."""
+def _row_blocks(rows, sizes):
+    """Rows of a block; function of its index -> (its group, its first row, which rows are its own); number of blocks.
+
+    The last blocks start early, so that none runs past the end of the rows.
+    """
     ends = jnp.cumsum(sizes)
-    counts = (sizes + ROW_BLOCK - 1) // ROW_BLOCK
+    size = min(ROW_BLOCK, rows)
+    counts = (sizes + size - 1) // size
     last = jnp.cumsum(counts)
 
     def block(i):
         group = jnp.searchsorted(last, i, side="right", method="compare_all")
-        first = ends[group] - sizes[group] + (i - last[group] + counts[group]) * ROW_BLOCK
-        return group, first, ends[group]
+        first = ends[group] - sizes[group] + (i - last[group] + counts[group]) * size
+        start = jnp.minimum(first, rows - size)
+        row = start + jnp.arange(size)
+        return group, start, ((row >= first) & (row < ends[group]))[:, None]
 
-    return block, last[-1]
+    return size, block, last[-1]
 
 
 def _multiply_by_blocks(x, w, sizes):
-    block, count = _row_blocks(sizes)
-    padded = jnp.pad(x, ((0, ROW_BLOCK), (0, 0)))
+    size, block, count = _row_blocks(len(x), sizes)
 
     def body(i, out):
-        group, first, _ = block(i)
-        rows = lax.dynamic_slice_in_dim(padded, first, ROW_BLOCK)
-        y = rows @ lax.dynamic_index_in_dim(w, group, keepdims=False)
-        return lax.dynamic_update_slice_in_dim(out, y, first, 0)  # the next group overwrites what runs past this one
+        group, start, own = block(i)
+        y = lax.dynamic_slice_in_dim(x, start, size) @ lax.dynamic_index_in_dim(w, group, keepdims=False)
+        y = jnp.where(own, y, lax.dynamic_slice_in_dim(out, start, size))
+        return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 
-    out = lax.fori_loop(0, count, body, jnp.zeros((len(padded), w.shape[2]), x.dtype))[: len(x)]
-    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], out, 0)
+    return lax.fori_loop(0, count, body, jnp.zeros((len(x), w.shape[2]), x.dtype))
 
 
 def _multiply_transposed_by_blocks(x, dy, sizes):
-    block, count = _row_blocks(sizes)
-    x, dy = (jnp.pad(a, ((0, ROW_BLOCK), (0, 0))) for a in (x, dy))
+    size, block, count = _row_blocks(len(x), sizes)
 
     def body(i, dw):
-        group, first, end = block(i)
-        own = (first + jnp.arange(ROW_BLOCK) < end)[:, None]
-        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, first, ROW_BLOCK), 0)
-        update = rows.T @ lax.dynamic_slice_in_dim(dy, first, ROW_BLOCK)
+        group, start, own = block(i)
+        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, start, size), 0)
+        update = rows.T @ lax.dynamic_slice_in_dim(dy, start, size)
         return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
 
     return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), x.dtype))
