@@ -5,7 +5,7 @@ again, and the gradient flows as if it had been.
 
 | kernel         | CPU                                  | GPU, TPU         |
 |----------------|--------------------------------------|------------------|
-| attention      | XLA, by blocks of queries            | the same         |
+| attention      | XLA, by spans and blocks of queries  | the same         |
 | grouped matmul | a loop over blocks of rows (below)   | `lax.ragged_dot` |
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
 ROW_BLOCK = 128  # rows of one expert multiplied at a time on CPU
 
@@ -77,32 +78,60 @@ def _joined(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _scores(q, k, segments_q, segments, index):
-    """Masked scores [B N Q S] in float32 of one block of queries."""
+def _spans(length: int) -> list[tuple[int, int]]:
+    """Start and end of the parts of a sequence whose queries are scored with the keys up to the part's end."""
+    count = SPANS if length % SPANS == 0 and length // SPANS >= LEAST_SPAN else 1
+    size = length // count
+    return [(start, start + size) for start in range(0, length, size)]
+
+
+def _scores(q, k, segments_q, segments, first):
+    """Masked scores [B N Q Z] in float32 of one block of queries, from position `first` on, with the first Z keys."""
     scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
-    query = index * q.shape[1] + jnp.arange(q.shape[1])
+    query = first + jnp.arange(q.shape[1])
     causal = query[:, None] >= jnp.arange(k.shape[1])
     return jnp.where(causal & (segments_q[:, None, :, None] == segments[:, None, None, :]), scores, -jnp.inf)
 
 
 def _attend(q, k, v, segments):
+    found = []
+    for start, end in _spans(q.shape[1]):
+        k_seen, v_seen, segments_seen = (a[:, :end] for a in (k, v, segments))
+        found.append(_attend_span(start, q[:, start:end], k_seen, v_seen, segments_seen))
+    out, lse = zip(*found, strict=True)
+    return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
+
+
+def _attend_span(start, q, k, v, segments):
     def block(args):
-        q, segments_q, index = args
-        scores = _scores(q, k, segments_q, segments, index)
+        q, segments_q, first = args
+        scores = _scores(q, k, segments_q, segments, first)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)  # to the bit those of the backward pass
         return jnp.einsum("bnqk,bknh->bqnh", weights, v), lse
 
     queries = _blocks(q, 1)
-    out, lse = lax.map(block, (queries, _blocks(segments, 1), jnp.arange(len(queries))))
+    firsts = start + jnp.arange(len(queries)) * queries.shape[2]
+    out, lse = lax.map(block, (queries, _blocks(segments[:, start:], 1), firsts))
     return _joined(out, 1), _joined(lse, 2)
 
 
 def _attend_backward(q, k, v, segments, out, lse, dout):
+    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for start, end in _spans(q.shape[1]):
+        k_seen, v_seen, segments_seen = (a[:, :end] for a in (k, v, segments))
+        of_queries = q[:, start:end], out[:, start:end], lse[..., start:end], dout[:, start:end]
+        of_span, more_k, more_v = _attend_span_backward(start, k_seen, v_seen, segments_seen, of_queries)
+        dq.append(of_span)
+        dk, dv = dk.at[:, :end].add(more_k), dv.at[:, :end].add(more_v)
+    return jnp.concatenate(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _attend_span_backward(start, k, v, segments, of_queries):
     def block(carry, args):
         dk, dv = carry
-        q, segments_q, out, lse, dout, index = args
-        weights = jnp.exp(_scores(q, k, segments_q, segments, index) - lse[..., None])
+        q, segments_q, out, lse, dout, first = args
+        weights = jnp.exp(_scores(q, k, segments_q, segments, first) - lse[..., None])
         dv += jnp.einsum("bnqk,bqnh->bknh", weights.astype(v.dtype), dout, preferred_element_type=jnp.float32)
         dweights = jnp.einsum("bqnh,bknh->bnqk", dout, v, preferred_element_type=jnp.float32)
         delta = jnp.einsum("bqnh,bqnh->bnq", dout, out, preferred_element_type=jnp.float32)
@@ -110,11 +139,13 @@ def _attend_backward(q, k, v, segments, out, lse, dout):
         dk += jnp.einsum("bnqk,bqnh->bknh", dscores, q, preferred_element_type=jnp.float32)
         return (dk, dv), jnp.einsum("bnqk,bknh->bqnh", dscores, k)
 
+    q, out, lse, dout = of_queries
     queries = _blocks(q, 1)
-    start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    blocks = queries, _blocks(segments, 1), _blocks(out, 1), _blocks(lse, 2), _blocks(dout, 1), jnp.arange(len(queries))
-    (dk, dv), dq = lax.scan(block, start, blocks)
-    return _joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+    firsts = start + jnp.arange(len(queries)) * queries.shape[2]
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    blocks = queries, _blocks(segments[:, start:], 1), _blocks(out, 1), _blocks(lse, 2), _blocks(dout, 1), firsts
+    (dk, dv), dq = lax.scan(block, zeros, blocks)
+    return _joined(dq, 1), dk, dv
 
 
 # --------------------------------------------------------------------------------- grouped matmul
