@@ -24,7 +24,7 @@ from maxds.config import Mesh as MeshConfig
 AXES = ("data", "fsdp", "expert")
 BATCH = PartitionSpec(AXES)
 
-_TRIM_THRESHOLD, _MMAP_MAX, _ARENA_MAX = -1, -4, -8  # what glibc's malloc.h calls M_...
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # what glibc's malloc.h calls M_...
 
 
 class MeshError(ValueError):
@@ -41,7 +41,6 @@ def initialize(config: MeshConfig) -> None:
     if config.cpu_devices is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", config.cpu_devices)
-        _set_malloc({_ARENA_MAX: 1})  # one heap for threads to come, so that any can reuse what another freed
     if _is_one_of_several(os.environ):
         said = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         count, index = (None if number is None else int(number) for number in said)  # None: JAX finds out
@@ -51,18 +50,13 @@ def initialize(config: MeshConfig) -> None:
 def keep_freed_memory(config: MeshConfig) -> None:
     """Lets CPU devices reuse what a step frees, instead of mapping it and faulting in every page again on the next.
 
-    Call it once the state is made: freed memory is not given back to the system any more.
+    It takes MALLOC_ARENA_MAX=1 in the environment, as `scripts/train` sets it: a thread with a heap of its own would
+    still map. Call it once the state is made: freed memory is not given back to the system any more.
     """
-    if config.cpu_devices is not None:
-        _set_malloc({_MMAP_MAX: 0, _TRIM_THRESHOLD: -1})
-
-
-def _set_malloc(parameters: Mapping[int, int]) -> None:
-    """Sets parameters of glibc's malloc; does nothing under another C library."""
     libc = ctypes.CDLL(None)
-    if hasattr(libc, "mallopt"):
-        for parameter, value in parameters.items():
-            libc.mallopt(parameter, value)
+    if config.cpu_devices is not None and hasattr(libc, "mallopt"):  # which is glibc's
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
 def use_compile_cache(folder: str | None) -> None:
