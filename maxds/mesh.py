@@ -7,6 +7,7 @@
 The batch is split over all three.
 """
 
+import ctypes
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -30,6 +31,8 @@ _SPARSE_CORE = {
 }
 _COMPILER_OPTIONS = {"TPU v5": _SPARSE_CORE, "TPU v6 lite": _SPARSE_CORE, "TPU7x": _SPARSE_CORE}
 
+_TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # what glibc's malloc.h calls M_...
+
 
 class MeshError(ValueError):
     """The mesh asked for does not fit the devices, or the model does not fit the mesh."""
@@ -49,6 +52,18 @@ def initialize(config: MeshConfig) -> None:
         said = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         count, index = (None if number is None else int(number) for number in said)  # None: JAX finds out
         jax.distributed.initialize(num_processes=count, process_id=index)
+
+
+def keep_freed_memory(config: MeshConfig) -> None:
+    """Lets CPU devices reuse what a step frees, instead of mapping it and faulting in every page again on the next.
+
+    It takes MALLOC_ARENA_MAX=1 in the environment, as `scripts/train` sets it: a thread with a heap of its own would
+    still map. Call it once the state is made: freed memory is not given back to the system any more.
+    """
+    libc = ctypes.CDLL(None)
+    if config.cpu_devices is not None and hasattr(libc, "mallopt"):  # which is glibc's
+        libc.mallopt(_MMAP_MAX, 0)
+        libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
 def use_compile_cache(folder: str | None) -> None:

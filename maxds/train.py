@@ -67,6 +67,7 @@ def run(config: Config, text: str) -> int:
         with checkpoint.open_run(config, log.note) as saved, loop.Stop().listening() as stop:
             with log.phase("state") as phase:
                 state, phase.detail = restore_or_init(saved, stepper, data, log)
+            mesh_lib.keep_freed_memory(config.mesh)
             done = int(state.step)
             if done >= config.steps:
                 log.note(f"nothing to do: {config.run_dir} has {done} of steps={config.steps}; raise steps to go on")

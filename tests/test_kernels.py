@@ -1,6 +1,7 @@
 """The kernels compute what they say, in every form, and replay without repeating their work."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,11 @@ def assert_close(found, expected, tolerance=2e-6):
     )
 
 
-@pytest.mark.parametrize("query_block", [512, 4])
-def test_attention_is_softmax_attention_whatever_the_block(query_block, monkeypatch):
+@pytest.mark.parametrize(("query_block", "spans"), [(512, 1), (4, 1), (512, 3), (2, 3)])
+def test_attention_is_softmax_attention_whatever_the_block_and_span(query_block, spans, monkeypatch):
     monkeypatch.setattr(kernels, "QUERY_BLOCK", query_block)
+    monkeypatch.setattr(kernels, "SPANS", spans)
+    monkeypatch.setattr(kernels, "LEAST_SPAN", 1)
     q, k, v, segments, dout = attention_inputs()
     found = gradients(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v, dout)
     assert_close(found, gradients(lambda q, k, v: naive_attention(q, k, v, segments), q, k, v, dout))
@@ -67,6 +70,27 @@ def test_replayed_attention_does_none_of_the_work_of_the_forward_pass():
     assert (forward["dot_general"], forward["exp"]) == (2, 2)  # scores, output; log-sum-exp, weights
     assert (replay["dot_general"], replay["exp"]) == (6, 1)  # scores, dv, dweights, delta, dk, dq; weights
     assert all(step[work] == forward[work] + replay[work] for work in ("dot_general", "exp"))
+
+
+def test_attention_multiplies_no_queries_by_the_keys_of_a_later_span():
+    length, (b, n, h, v) = kernels.SPANS * kernels.LEAST_SPAN, (2, 3, 8, 5)
+    q, k = (jnp.zeros((b, length, n, h)) for _ in range(2))
+    values, segments = jnp.zeros((b, length, n, v)), jnp.ones((b, length), jnp.int32)
+
+    def attend(q, k, v):
+        return kernels.attention(q, k, v, segments)[0]
+
+    def multiplies(fn, *args):
+        """Scalar ones, but for the row sums of the backward pass, which have no matrix."""
+        found = [e for name, e, _ in jaxprs.equations(jaxprs.live(fn, *args)) if name == "dot_general"]
+        contracted = [math.prod(e.invars[0].aval.shape[i] for i in e.params["dimension_numbers"][0][0]) for e in found]
+        sizes = [math.prod(e.outvars[0].aval.shape) for e in found]
+        return sum(size * k for size, k, e in zip(sizes, contracted, found, strict=True) if e.outvars[0].aval.ndim > 3)
+
+    seen = (kernels.SPANS + 1) * kernels.LEAST_SPAN * length // 2  # pairs of a query and a key, not length * length
+    assert multiplies(attend, q, k, values) == b * n * seen * (h + v)
+    _, pull = jax.vjp(attend, q, k, values)
+    assert multiplies(pull, values) == b * n * seen * (3 * h + 2 * v)
 
 
 def test_attention_on_tpu_is_that_on_cpu(monkeypatch):

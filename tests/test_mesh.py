@@ -1,5 +1,10 @@
 """Meshes: derived sizes, what is refused, and how processes are told that they are several."""
 
+import os
+import resource
+import subprocess
+import sys
+
 import pytest
 
 from maxds import mesh
@@ -62,3 +67,31 @@ def test_compiler_options_are_those_of_the_device_as_the_config_changes_them():
     assert mesh.compiler_options("TPU v5")[offload] == "true"
     changed = mesh.compiler_options("TPU v5", ("xla_a=1", f"{offload}="))
     assert changed["xla_a"] == "1" and offload not in changed
+
+
+FAULTS = """
+import resource, threading
+import numpy as np
+from maxds import config, mesh
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(2):
+        thread = threading.Thread(target=np.ones, args=(1 << 24,))  # 128 MiB
+        thread.start()
+        thread.join()
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+
+faults()
+mesh.keep_freed_memory(config.Mesh(cpu_devices=1))
+faults()
+faults()
+"""
+
+
+def test_what_a_thread_frees_is_reused_once_memory_is_kept():
+    env = os.environ | {"MALLOC_ARENA_MAX": "1"}  # of scripts/train
+    run = subprocess.run([sys.executable, "-c", FAULTS], env=env, capture_output=True, text=True, check=True)
+    _, growing, kept = map(int, run.stdout.split())
+    pages = (1 << 27) // resource.getpagesize()
+    assert growing < 1.5 * pages and kept < 0.1 * pages, run.stdout

@@ -36,7 +36,7 @@ class Target:
     kind: str  # of the devices
     chip: Chip
     peak: float  # bf16 FLOP/s of a device
-    options: dict[str, str]  # of the compiler
+    options: dict[str, str | bool]  # of the compiler
 
     @property
     def devices(self) -> int:

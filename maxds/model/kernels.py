@@ -5,7 +5,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 
 | kernel         | CPU                        | GPU                        | TPU                                 |
 |----------------|----------------------------|----------------------------|-------------------------------------|
-| attention      | XLA, by blocks of queries  | XLA, by blocks of queries  | JAX's splash, in rows of n 128      |
+| attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128      |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                    |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | tokamax's, on SparseCores, bfloat16 |
 
@@ -23,6 +23,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxds.model import tpu
 
+SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
 ROW_BLOCK = 128  # rows of one expert multiplied at a time on CPU
 SPARSE_CORES = "TPU v5", "TPU v6 lite", "TPU7x"
@@ -97,34 +98,61 @@ def _joined(x: jax.Array, axis: int) -> jax.Array:
     return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 
-def _scores(q, k, segments_q, segments, index):
-    """Masked scores [B N Q S] in float32 of one block of queries."""
+def _spans(length: int) -> list[tuple[int, int]]:
+    """Start and end of the parts of a sequence whose queries are scored with the keys up to the part's end."""
+    count = SPANS if length % SPANS == 0 and length // SPANS >= LEAST_SPAN else 1
+    size = length // count
+    return [(start, start + size) for start in range(0, length, size)]
+
+
+def _scores(q, k, segments_q, segments, first):
+    """Masked scores [B N Q Z] in float32 of one block of queries, from position `first` on, with the first Z keys."""
     scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
-    query = index * q.shape[1] + jnp.arange(q.shape[1])
+    query = first + jnp.arange(q.shape[1])
     causal = query[:, None] >= jnp.arange(k.shape[1])
     return jnp.where(causal & (segments_q[:, None, :, None] == segments[:, None, None, :]), scores, -jnp.inf)
 
 
 def _attend(q, k, v, segments):
+    found = []
+    for start, end in _spans(q.shape[1]):
+        k_seen, v_seen, segments_seen = (a[:, :end] for a in (k, v, segments))
+        found.append(_attend_span(start, q[:, start:end], k_seen, v_seen, segments_seen))
+    out, lse = zip(*found, strict=True)
+    return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
+
+
+def _attend_span(start, q, k, v, segments):
     def block(args):
-        q, segments_q, index = args
-        scores = _scores(q, k, segments_q, segments, index)
+        q, segments_q, first = args
+        scores = _scores(q, k, segments_q, segments, first)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)  # to the bit those of the backward pass
         return jnp.einsum("bnqk,bknh->bqnh", weights, v), lse
 
     queries = _blocks(q, 1)
-    out, lse = lax.map(block, (queries, _blocks(segments, 1), jnp.arange(len(queries))))
+    firsts = start + jnp.arange(len(queries)) * queries.shape[2]
+    out, lse = lax.map(block, (queries, _blocks(segments[:, start:], 1), firsts))
     return _joined(out, 1), _joined(lse, 2)
 
 
 def _attend_backward(q, k, v, segments, kept, dout):
     out, lse = kept
+    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    for start, end in _spans(q.shape[1]):
+        k_seen, v_seen, segments_seen = (a[:, :end] for a in (k, v, segments))
+        of_queries = q[:, start:end], out[:, start:end], lse[..., start:end], dout[:, start:end]
+        of_span, more_k, more_v = _attend_span_backward(start, k_seen, v_seen, segments_seen, of_queries)
+        dq.append(of_span)
+        dk, dv = dk.at[:, :end].add(more_k), dv.at[:, :end].add(more_v)
+    return jnp.concatenate(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
 
+
+def _attend_span_backward(start, k, v, segments, of_queries):
     def block(carry, args):
         dk, dv = carry
-        q, segments_q, out, lse, dout, index = args
-        weights = jnp.exp(_scores(q, k, segments_q, segments, index) - lse[..., None])
+        q, segments_q, out, lse, dout, first = args
+        weights = jnp.exp(_scores(q, k, segments_q, segments, first) - lse[..., None])
         dv += jnp.einsum("bnqk,bqnh->bknh", weights.astype(v.dtype), dout, preferred_element_type=jnp.float32)
         dweights = jnp.einsum("bqnh,bknh->bnqk", dout, v, preferred_element_type=jnp.float32)
         delta = jnp.einsum("bqnh,bqnh->bnq", dout, out, preferred_element_type=jnp.float32)
@@ -132,11 +160,13 @@ def _attend_backward(q, k, v, segments, kept, dout):
         dk += jnp.einsum("bnqk,bqnh->bknh", dscores, q, preferred_element_type=jnp.float32)
         return (dk, dv), jnp.einsum("bnqk,bknh->bqnh", dscores, k)
 
+    q, out, lse, dout = of_queries
     queries = _blocks(q, 1)
-    start = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    blocks = queries, _blocks(segments, 1), _blocks(out, 1), _blocks(lse, 2), _blocks(dout, 1), jnp.arange(len(queries))
-    (dk, dv), dq = lax.scan(block, start, blocks)
-    return _joined(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+    firsts = start + jnp.arange(len(queries)) * queries.shape[2]
+    zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
+    blocks = queries, _blocks(segments[:, start:], 1), _blocks(out, 1), _blocks(lse, 2), _blocks(dout, 1), firsts
+    (dk, dv), dq = lax.scan(block, zeros, blocks)
+    return _joined(dq, 1), dk, dv
 
 
 # --------------------------------------------------------------------------------- grouped matmul
@@ -188,43 +218,45 @@ def _multiply_transposed(x, dy, sizes):
     return lax.platform_dependent(x, dy, sizes, cpu=_multiply_transposed_by_blocks, default=ragged)
 
 
-def _row_blocks(sizes):
-    """Function of a block's index -> (its group, its first row, the end of the group's rows); the number of blocks."""
+def _row_blocks(rows, sizes):
+    """Rows of a block; function of its index -> (its group, its first row, which rows are its own); number of blocks.
+
+    The last blocks start early, so that none runs past the end of the rows.
+    """
     ends = jnp.cumsum(sizes)
-    counts = (sizes + ROW_BLOCK - 1) // ROW_BLOCK
+    size = min(ROW_BLOCK, rows)
+    counts = (sizes + size - 1) // size
     last = jnp.cumsum(counts)
 
     def block(i):
         group = jnp.searchsorted(last, i, side="right", method="compare_all")
-        first = ends[group] - sizes[group] + (i - last[group] + counts[group]) * ROW_BLOCK
-        return group, first, ends[group]
+        first = ends[group] - sizes[group] + (i - last[group] + counts[group]) * size
+        start = jnp.minimum(first, rows - size)
+        row = start + jnp.arange(size)
+        return group, start, ((row >= first) & (row < ends[group]))[:, None]
 
-    return block, last[-1]
+    return size, block, last[-1]
 
 
 def _multiply_by_blocks(x, w, sizes):
-    block, count = _row_blocks(sizes)
-    padded = jnp.pad(x, ((0, ROW_BLOCK), (0, 0)))
+    size, block, count = _row_blocks(len(x), sizes)
 
     def body(i, out):
-        group, first, _ = block(i)
-        rows = lax.dynamic_slice_in_dim(padded, first, ROW_BLOCK)
-        y = rows @ lax.dynamic_index_in_dim(w, group, keepdims=False)
-        return lax.dynamic_update_slice_in_dim(out, y, first, 0)  # the next group overwrites what runs past this one
+        group, start, own = block(i)
+        y = lax.dynamic_slice_in_dim(x, start, size) @ lax.dynamic_index_in_dim(w, group, keepdims=False)
+        y = jnp.where(own, y, lax.dynamic_slice_in_dim(out, start, size))
+        return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 
-    out = lax.fori_loop(0, count, body, jnp.zeros((len(padded), w.shape[2]), x.dtype))[: len(x)]
-    return jnp.where((jnp.arange(len(x)) < jnp.sum(sizes))[:, None], out, 0)
+    return lax.fori_loop(0, count, body, jnp.zeros((len(x), w.shape[2]), x.dtype))
 
 
 def _multiply_transposed_by_blocks(x, dy, sizes):
-    block, count = _row_blocks(sizes)
-    x, dy = (jnp.pad(a, ((0, ROW_BLOCK), (0, 0))) for a in (x, dy))
+    size, block, count = _row_blocks(len(x), sizes)
 
     def body(i, dw):
-        group, first, end = block(i)
-        own = (first + jnp.arange(ROW_BLOCK) < end)[:, None]
-        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, first, ROW_BLOCK), 0)
-        update = rows.T @ lax.dynamic_slice_in_dim(dy, first, ROW_BLOCK)
+        group, start, own = block(i)
+        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, start, size), 0)
+        update = rows.T @ lax.dynamic_slice_in_dim(dy, start, size)
         return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
 
     return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), x.dtype))

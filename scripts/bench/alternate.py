@@ -22,7 +22,7 @@ def tokens(batch: int, length: int, vocab: int) -> np.ndarray:
 
 
 class Worker:
-    """A process that takes steps when told to."""
+    """A process that takes steps when told to. It is made once it is ready: compiling must not slow another's."""
 
     def __init__(self, command: list[str], env: dict[str, str] | None = None):
         limits = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), THREADS)
@@ -34,8 +34,6 @@ class Worker:
             text=True,
             bufsize=1,
         )
-
-    def wait_ready(self) -> None:
         while (line := self.process.stdout.readline()) != "ready\n":
             if not line:
                 raise RuntimeError(f"{' '.join(self.process.args)} ended before it was ready")
@@ -52,8 +50,6 @@ class Worker:
 def medians(workers: dict[str, Worker], rounds: int) -> dict[str, tuple[float, ...]]:
     """Median seconds of a step of each worker, wall and CPU, over `rounds` turns of all of them."""
     seconds = {name: [] for name in workers}
-    for worker in workers.values():  # one after the other: compiling must not slow a neighbor's warm-up
-        worker.wait_ready()
     for _ in range(rounds):
         for name, worker in workers.items():
             time.sleep(0.05)  # idle threads of the one before stop spinning

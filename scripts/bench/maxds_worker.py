@@ -25,7 +25,8 @@ def main(path: str, *overrides: str) -> None:
     c, _ = loader.load(config.Config, path, overrides)
     mesh.initialize(c.mesh)
     stepper = step.make(c, mesh.make(c.mesh))
-    state = stepper.init()
+    state = jax.block_until_ready(stepper.init())
+    mesh.keep_freed_memory(c.mesh)
     batch = stepper.batch(rows(c.data.global_batch, c.data.sequence_length, c.model.vocab_size))
 
     def one_step():

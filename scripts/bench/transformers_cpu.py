@@ -5,10 +5,12 @@
 Both train in float32 with AdamW and clipping, on the same random tokens and one device (two threads).
 First the ways that transformers offers to run its experts and attention compete, then the fastest
 of them competes with maxds. Steps alternate, so that what else runs on the machine slows all alike.
+Model FLOPs (`maxds/flops.py`) are also shown as a share of those of one large matmul, measured before and after.
 """
 
 import argparse
 import json
+import time
 from pathlib import Path
 
 import alternate
@@ -43,13 +45,29 @@ MAXDS = {
 
 def described(overrides: list[str]) -> dict:
     """The model and batch of a config, as transformers reads them."""
-    from maxds import config, loader
+    from maxds import config, flops, loader
 
     c, _ = loader.load(config.Config, QUICKSTART, overrides)
     known = loader.plain(c.model)
     for ours in ("num_nextn_predict_layers", "rope_scaling", "rope_theta", "scoring_func", "topk_method"):
         known.pop(ours)
-    return {"model": known, "batch": c.data.global_batch, "length": c.data.sequence_length}
+    batch, length = c.data.global_batch, c.data.sequence_length
+    step_flops = batch * length * flops.per_token(c.model, length)["total"]
+    return {"model": known, "batch": batch, "length": length, "flops": step_flops}
+
+
+def matmul_rate(size: int = 2048) -> float:
+    """FLOP/s of a float32 matmul on all cores: the best of ten."""
+    import jax
+    import jax.numpy as jnp
+
+    jax.config.update("jax_platforms", "cpu")
+    x, seconds = jnp.ones((size, size)), []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(x @ x)
+        seconds.append(time.perf_counter() - start)
+    return 2 * size**3 / min(seconds)
 
 
 def torch_worker(shape: dict, experts: str, attention: str, compiled: bool) -> alternate.Worker:
@@ -58,14 +76,18 @@ def torch_worker(shape: dict, experts: str, attention: str, compiled: bool) -> a
 
 
 def maxds_worker(overrides: list[str]) -> alternate.Worker:
-    return alternate.Worker([str(HERE / "maxds_worker.py"), str(QUICKSTART), *overrides])
+    command = [str(HERE / "maxds_worker.py"), str(QUICKSTART), *overrides]
+    return alternate.Worker(command, {"MALLOC_ARENA_MAX": "1"})  # as `scripts/train` sets it
 
 
-def show(found: dict[str, tuple[float, ...]], tokens: int, reference: str) -> None:
+def show(found: dict[str, tuple[float, ...]], shape: dict, reference: str, rate: float) -> None:
+    tokens = shape["batch"] * shape["length"]
     for name, (wall, cpu) in found.items():
         ratio, cpu_ratio = (found[reference][i] / found[name][i] for i in range(2))
+        reached = shape["flops"] / wall
         print(
-            f"{name:40s} {tokens / wall:9.0f} tokens/s  x{ratio:.2f}   {cpu:6.2f} CPU-s a step  x{cpu_ratio:.2f}",
+            f"{name:40s} {tokens / wall:9.0f} tokens/s  x{ratio:.2f}   {cpu:6.2f} CPU-s a step  x{cpu_ratio:.2f}"
+            f"   {reached / 1e9:5.0f} GFLOP/s, {reached / rate:4.0%} of a matmul's",
             flush=True,
         )
 
@@ -77,14 +99,15 @@ def main() -> None:
     args = parser.parse_args()
     overrides = COMMON + SHAPES[args.shape]
     shape = described(overrides)
-    tokens = shape["batch"] * shape["length"]
+    rate = matmul_rate()
     ways = {f"transformers {' '.join(w[:2])}{' compiled' * w[2]}": w for w in TORCH}
     found = alternate.medians({name: torch_worker(shape, *way) for name, way in ways.items()}, max(args.rounds // 2, 2))
     best = min(found, key=found.get)
-    show(found, tokens, best)
+    rate = max(rate, matmul_rate())
+    show(found, shape, best, rate)
     workers = {best: torch_worker(shape, *ways[best])}
     workers |= {name: maxds_worker(overrides + extra) for name, extra in MAXDS.items()}
-    show(alternate.medians(workers, args.rounds), tokens, best)
+    show(alternate.medians(workers, args.rounds), shape, best, max(rate, matmul_rate()))
 
 
 if __name__ == "__main__":
