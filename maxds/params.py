@@ -50,6 +50,14 @@ class Param:
         """Numbers in the array."""
         return math.prod(self.shape)
 
+    @property
+    def beside(self) -> bool:
+        """Whether it is matrices side by side, [... I n O], which are gathered and used as one, [... I n*O].
+
+        Joining the whole ones instead would copy them: on TPU, n is a dimension of the tiles.
+        """
+        return self.dims.endswith("ibo")
+
 
 def derive(fn: Callable, declared: Tree, *trees: Tree) -> Tree:
     """Maps `fn(param, ...)` over a declaration and trees of its structure."""
@@ -156,6 +164,7 @@ class Exchange:
 
         def one(p: Param, x: jax.Array) -> jax.Array:
             x = x.astype(jnp.float32 if p.float32 else self.compute)
+            x = x.reshape(*x.shape[:-2], -1) if p.beside else x
             return lax.all_gather(x, "fsdp", axis=p.spec.index("fsdp"), tiled=True) if "fsdp" in p.spec else x
 
         return lax.optimization_barrier(derive(one, self.declared, shards))
@@ -167,6 +176,7 @@ class Exchange:
             if "fsdp" not in p.spec:
                 return g.astype(jnp.float32)
             g = lax.psum_scatter(g.astype(self.reduced), "fsdp", scatter_dimension=p.spec.index("fsdp"), tiled=True)
+            g = g.reshape(*g.shape[:-1], p.shape[-2], -1) if p.beside else g
             return g if "expert" in p.spec else lax.psum(g, "expert")
 
         return derive(one, self.declared, lax.optimization_barrier(dw))

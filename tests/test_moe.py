@@ -13,7 +13,7 @@ def one_round():
     """What a round adds, and the gradients of its operands; five of the sixteen rows belong to no expert."""
     keys = jax.random.split(jax.random.key(0), 6)
     w = moe.Mlp(
-        up=jax.random.normal(keys[0], (3, WIDTH, 2, 4)),
+        up=jax.random.normal(keys[0], (3, WIDTH, 8)),
         down=jax.random.normal(keys[1], (3, 4, WIDTH)),
     )
     tokens, weights = jax.random.normal(keys[2], (TOKENS, WIDTH)), jax.random.uniform(keys[3], (TOKENS, CHOICES))

@@ -21,14 +21,14 @@ from jax.sharding import PartitionSpec as P
 from maxds.config import Model
 from maxds.model import kernels
 from maxds.model.attention import norm
-from maxds.model.ops import rms_norm, swiglu, up_product
+from maxds.model.ops import rms_norm, swiglu
 from maxds.params import Param, Tree
 from maxds.schedule import Given
 
 
 @flax.struct.dataclass
 class Mlp:
-    """SwiGLU weights: gate and up [D 2 F] side by side, down [F D]. Routed experts lead with [G …]."""
+    """SwiGLU weights: gate and up side by side [D 2 F], gathered as [D 2F]; down [F D]. Routed experts lead with [G]."""
 
     up: Tree
     down: Tree
@@ -125,13 +125,13 @@ def dense(c: Model, w: Dense, x: Stream, given: Given, kept: dict | None = None)
 
 @jax.custom_vjp
 def kept_product(x: jax.Array, w: jax.Array, kept: jax.Array | None) -> jax.Array:
-    """`up_product`, or its kept result with the gradient of one."""
-    return up_product(x, w) if kept is None else kept
+    """x @ w, or its kept result with the gradient of one."""
+    return x @ w if kept is None else kept
 
 
 def _kept_product_backward(residuals, dy):
     x, w, kept = residuals
-    return *jax.vjp(up_product, x, w)[1](dy), jax.tree.map(jnp.zeros_like, kept)
+    return *jax.vjp(jnp.matmul, x, w)[1](dy), jax.tree.map(jnp.zeros_like, kept)
 
 
 kept_product.defvjp(lambda *args: (kept_product(*args), args), _kept_product_backward)
@@ -201,7 +201,7 @@ def dispatch(c: Model, w: Dispatch, x: Stream, given: Given, kept: dict | None =
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
     h = x.h
     if w.shared is not None:
-        h += swiglu(checkpoint_name(up_product(y, w.shared.up), "shared_up")) @ w.shared.down
+        h += swiglu(checkpoint_name(y @ w.shared.up, "shared_up")) @ w.shared.down
     y = y.reshape(-1, y.shape[-1])
     scores = score(c, w, y)
     if kept is None:
@@ -274,7 +274,7 @@ def _one_round(rows, i, operands, routing, kept=None):
     within = (slots >= first) & (slots < jnp.minimum(first + rows, ends[-1]))
     routes = kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), slots - first, within)
     x = kernels.rows_of_tokens(tokens, routes)
-    up = kernels.grouped_matmul(x, w.up.reshape(*w.up.shape[:2], -1), here, kept)
+    up = kernels.grouped_matmul(x, w.up, here, kept)
     weight = kernels.rows_of_pairs(weights, routes)[:, None].astype(up.dtype)
     y = kernels.grouped_matmul(swiglu(up) * weight, w.down, here)
     return kernels.tokens_of_rows(y, routes), up

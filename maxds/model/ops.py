@@ -21,11 +21,6 @@ def swiglu(up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def up_product(x: jax.Array, w: jax.Array) -> jax.Array:
-    """[... D] by [D 2 F] -> [... 2F]: gate and up in one multiplication."""
-    return x @ w.reshape(w.shape[0], -1)
-
-
 # ----------------------------------------------------------------------------------- rotary embedding
 
 
