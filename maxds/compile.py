@@ -67,7 +67,7 @@ def examine(stepper: step_lib.Stepper, name: str, slices: int, plot: str | None)
         compiled = stepper.compile()
     except jax.errors.JaxRuntimeError as error:
         arguments = jax.tree.leaves((stepper.abstract_state, stepper.abstract_batch))
-        refused = fit.of_error(str(error), arguments, target.chip.hbm_bytes)
+        refused = fit.of_error(str(error), arguments)
         if refused is None:
             raise
         return found | {"fit": report.fit(refused)}

@@ -485,12 +485,38 @@ def test_the_compiler_s_refusal_says_what_was_needed():
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("a",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
-    found = fit.of_error(message, [jax.ShapeDtypeStruct((8, 2), np.float32, sharding=split)], 1.0)
+    found = fit.of_error(message, [jax.ShapeDtypeStruct((8, 2), np.float32, sharding=split)])
     assert found is not None
     assert (found.arguments, found.fits) == (16, False)
     assert found.total == pytest.approx(378.28 * 2**30)
     assert found.limit == pytest.approx(94.74 * 2**30)
-    assert fit.of_error("INTERNAL: something else", [], 1.0) is None
+    assert fit.of_error("INTERNAL: something else", []) is None
+
+
+def test_a_late_refusal_names_the_largest_temporaries():
+    found = fit.of_error(
+        """RESOURCE_EXHAUSTED: E1000: Ran out of memory in memory space hbm. Used 98.31G of 94.74G hbm.
+
+  Largest program allocations in hbm:
+
+  1. Size: 3.50G
+     Operator: op_name="jit(train_step)/experts/ragged-dot-none"
+     Shape: bf16[64,7168,4096]{2,1,0:T(8,128)(2,1)}
+     Unpadded size: 3.50G
+  2. Size: 406.00M
+     Shape: f32[58,128]{1,0}
+
+  Largest argument and output allocations in hbm:
+
+  1. Size: 6.34G
+     Shape: f32[58,64]{1,0}
+""",
+        [],
+    )
+    assert found is not None and not found.fits
+    assert (found.total, found.limit) == (98.31 * 2**30, 94.74 * 2**30)
+    first = fit.Allocation(3.5 * 2**30, "bf16[64,7168,4096]", "jit(train_step)/experts/ragged-dot-none")
+    assert found.allocations == (first, fit.Allocation(406 * 2**20, "f32[58,128]", ""))
 
 
 # ----------------------------------------------------------------------------------------- picture

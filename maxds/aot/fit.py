@@ -20,6 +20,15 @@ ESTIMATE = "estimated from the live ranges of the scheduled program, with the pa
 
 
 @dataclasses.dataclass(frozen=True)
+class Allocation:
+    """One of the largest temporaries of a program that does not fit, as the compiler tells it."""
+
+    bytes: float
+    shape: str
+    op_name: str  # empty where the compiler made it
+
+
+@dataclasses.dataclass(frozen=True)
 class Fit:
     """Bytes of one device. None: not known."""
 
@@ -33,6 +42,7 @@ class Fit:
     limit: float  # usable HBM
     fits: bool  # the compiler's verdict
     method: str
+    allocations: tuple[Allocation, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,16 +69,23 @@ def of_executable(stats: Any, limit: float) -> Fit:
     return Fit(*parts, host, peak, sum(parts), limit, True, "the compiled program's memory analysis")
 
 
-def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct], limit: float) -> Fit | None:
+# The compiler refuses a program early, by what it sums up to, or late, when it has found no place for a buffer.
+_EARLY = r"total memory required for HLO temporaries \(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)"
+_LATE = r"Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT]) hbm"
+_ALLOCATION = r"Size: ([\d.]+)([KMGT])\n(?:\s*Operator: op_name=\"([^\"]*)\".*\n)?\s*Shape: (\S+?)\{"
+
+
+def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct]) -> Fit | None:
     """What is known of a program that the compiler refused for want of HBM; None where it did so for another reason."""
-    needed = re.search(r"total memory required for HLO temporaries \(([\d.]+)([KMGT])\)", message)
-    available = re.search(r"exceeds available HBM \(([\d.]+)([KMGT])\)", message)
-    if not needed or not available:
+    refusal = re.search(_EARLY, message) or re.search(_LATE, message)
+    if refusal is None:
         return None
     held = float(sum(_shard_bytes(a) for a in arguments))
-    total, limit = _bytes(*needed.groups()), _bytes(*available.groups()) or limit
+    total, limit = _bytes(*refusal.groups()[:2]), _bytes(*refusal.groups()[2:])
     method = "the compiler's message, whose total includes the arguments; arguments from their shapes and shardings"
-    return Fit(held, None, max(total - held, 0.0), None, None, None, total, limit, False, method)
+    temporaries = message.partition("Largest program allocations")[2].partition("Largest argument")[0]
+    found = [Allocation(_bytes(n, unit), shape, op) for n, unit, op, shape in re.findall(_ALLOCATION, temporaries)]
+    return Fit(held, None, max(total - held, 0.0), None, None, None, total, limit, False, method, tuple(found[:10]))
 
 
 def _bytes(number: str, unit: str) -> float:

@@ -230,6 +230,8 @@ def assumptions(target: Target) -> list[str]:
 def text(data: dict) -> str:
     """The report for people."""
     blocks = [_head(data), _fit_text(data["fit"])]
+    if data["fit"]["allocations"]:
+        blocks.append(_allocations_text(data["fit"]["allocations"]))
     if "cost" in data:
         blocks += [_buffers_text(data["fit"]), _cost_text(data["cost"]), _collectives_text(data["cost"])]
         blocks += [_worst_text(data["cost"]), _basis_text(data["cost"])]
@@ -276,10 +278,20 @@ def _fit_text(data: dict) -> str:
     return "\n".join([verdict, _rows(rows), f"  (by {data['method']})"])
 
 
+def _allocations_text(allocations: list[dict]) -> str:
+    rows = [("largest temporaries, as the compiler reports them", "GiB", "shape")]
+    rows += [(_short(_within(a["op_name"]), 90), _gib(a["bytes"]), a["shape"]) for a in allocations]
+    return _rows(rows)
+
+
+def _within(op_name: str) -> str:
+    return op_name.removeprefix("jit(train_step)/")
+
+
 def _buffers_text(data: dict) -> str:
     rows = [("largest buffers at the peak", "GiB", "shape", "source")]
     for b in data["buffers"]:
-        name = b["op_name"].removeprefix("jit(train_step)/") or b["name"]
+        name = _within(b["op_name"]) or b["name"]
         rows.append((_short(name, 60), _gib(b["bytes"]), _short(b["shape"], 40), b["source"]))
     return "\n".join([_rows(rows), f"  ({data['buffers_method']}: peak {_gib(data['estimated_peak'])} GiB)"])
 

@@ -28,7 +28,7 @@ from maxds.schedule import Given
 
 @flax.struct.dataclass
 class Mlp:
-    """SwiGLU weights: gate and up side by side [D 2 F], gathered as [D 2F]; down [F D]. Routed experts lead with [G]."""
+    """SwiGLU weights: gate and up side by side [D 2 F], gathered as [D 2F]; down [F D]. Routed experts: [G ...]."""
 
     up: Tree
     down: Tree
