@@ -423,6 +423,17 @@ def test_a_grouped_matmul_without_cost_is_estimated_by_its_shapes():
     assert (found.basis, ns(found.seconds)) == ("grouped matmul", 2 * 64 * 16 * 32)
 
 
+@pytest.mark.parametrize(("kernel", "widths"), [("fwd", 3 + 2), ("dq", 2 * 3 + 2), ("dkv", 2 * 3 + 2 * 2)])
+def test_attention_is_estimated_by_its_products_over_half_of_the_pairs(kernel, widths):
+    module = program(f"""
+  %mask = s8[1,4,4]{{2,1,0}} parameter(0)
+  %q = bf16[5,7,16,3]{{3,2,1,0}} parameter(1)
+  %v = bf16[5,7,16,2]{{3,2,1,0}} parameter(2)
+  ROOT %splash_mha_{kernel}_segmented.1 = bf16[5,7,16,2]{{3,2,1,0}} custom-call(%mask, %q, %q, %v, %v)""")
+    found = cost.Costs(module, CHIP, 1e9).of(module.entry, module.entry.root)
+    assert (found.basis, found.flops) == ("attention", 2 * 5 * 7 * (16 * 16 / 2) * widths)
+
+
 def test_a_sort_passes_over_its_operands():
     found = only("(bf16[64,16]{1,0}) sort(%x), dimensions={1}, to_apply=%c")
     assert (found.basis, ns(found.seconds)) == ("sort", 10 * 2 * 2048)  # log2(16) = 4: 4 * 5 / 2 passes

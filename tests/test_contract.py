@@ -123,9 +123,9 @@ def of_each_microbatch():
     always = {
         "inputs.attention.{}.h": ("float32", b, s, c.hidden_size),
         "inputs.attention.{}.balance": ("float32",),
-        "kept.dispatch.{}.routing.0": ("int32", b * s, k),  # chosen
+        "kept.dispatch.{}.routing.0": ("int32", b * s * k),  # chosen
         "kept.dispatch.{}.routing.1": ("int32", 2 * b * s * k),  # order, of the two devices along `expert`
-        "kept.dispatch.{}.routing.2": ("int32", 2 * b * s, k),  # slots
+        "kept.dispatch.{}.routing.2": ("int32", 2 * b * s * k),  # slots
         "kept.dispatch.{}.routing.3": ("int32", c.n_routed_experts // 2),  # sizes
     }
     named = {

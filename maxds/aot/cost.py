@@ -24,6 +24,7 @@ BASES = {
     "cycles": "the compiler's cycles, over the clock",
     "cost estimate": "the kernel's own FLOPs and bytes, the slower of the two at peak",
     "grouped matmul": "2·rows·K·N of all rows there is room for, or its bytes, the slower of the two at peak",
+    "attention": "its products over half of the pairs of positions, at peak, or its bytes, the slower of the two",
     "sort": "k(k+1)/2 passes over its operands in memory, k = log2 of the sorted length (a bitonic sort)",
     "bytes": "bytes read and written, at the bandwidth of HBM",
     "none": "no estimate: counted as nothing",
@@ -64,9 +65,9 @@ class Costs:
         if i.cost_estimate is not None:
             moved = i.cost_estimate[1]
             return Cost(max(flops / self.peak, moved / self.chip.hbm), "cost estimate", flops, moved)
-        if is_grouped_matmul(i):
-            return Cost(max(flops / self.peak, moved / self.chip.hbm), "grouped matmul", flops, moved)
-        return Cost(0.0, "none", flops, moved)
+        basis = "grouped matmul" if is_grouped_matmul(i) else "attention" if _attention(i) else "none"
+        seconds = 0.0 if basis == "none" else max(flops / self.peak, moved / self.chip.hbm)
+        return Cost(seconds, basis, flops, moved)
 
     def _sort(self, computation: Computation, i: Instruction, moved: float) -> Cost:
         dimension = int((re.search(r"dimensions=\{(\d+)\}", i.attributes) or [0, 0])[1])
@@ -86,6 +87,8 @@ class Costs:
         shapes = [_operand(computation, name) for name in i.operands]
         if i.opcode == "custom-call" and is_grouped_matmul(i):
             return _grouped_matmul_flops([a for a in shapes if a], i.arrays[0])
+        if products := _attention(i):
+            return _attention_flops(products, [a for a in shapes if a])
         if i.opcode in ("dot", "convolution") and len(shapes) >= 2 and shapes[0] and shapes[1]:
             product = _dot_flops if i.opcode == "dot" else _convolution_flops
             return product(i, shapes[0], shapes[1])
@@ -164,6 +167,23 @@ def _grouped_matmul_flops(operands: list[Array], result: Array) -> float:
     rows, width = result.dims
     inner = next((a.dims[1] for a in matrices if len(a.dims) == 2), 0)
     return 2.0 * rows * width * inner
+
+
+# Products of the splash kernels of JAX: how many are as wide as queries and keys, and how many as values.
+_ATTENTION = {"fwd": (1, 1), "dq": (2, 1), "dkv": (2, 2)}
+
+
+def _attention(i: Instruction) -> tuple[int, int] | None:
+    kernel = re.match(r"splash_mha_([a-z]+)", i.name) if i.opcode == "custom-call" else None
+    return _ATTENTION.get(kernel.group(1)) if kernel else None
+
+
+def _attention_flops(products: tuple[int, int], operands: list[Array]) -> float:
+    """Of causal attention: operands [B N S H], [B N S H], [B N S Hv] come first of those with four dimensions."""
+    arrays = [a.dims for a in operands if len(a.dims) == 4 and a.dtype not in ("s32", "s8", "pred")]
+    query, value = arrays[0], arrays[2]
+    pairs = math.prod(query[:3]) * query[2] / 2
+    return 2.0 * pairs * (products[0] * query[3] + products[1] * value[3])
 
 
 def _dot_flops(i: Instruction, left: Array, _right: Array) -> float:

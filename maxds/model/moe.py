@@ -66,8 +66,8 @@ class Dispatched:
     stream: Stream
     tokens: jax.Array  # [A D]
     weights: jax.Array  # [A K] float32
-    order: jax.Array  # [A K] int32: (token, choice) pairs, this device's experts' first, sorted by expert
-    slots: jax.Array  # [A K] int32: where in that order this device's pairs are; A K for those of other devices
+    order: jax.Array  # [A*K] int32: (token, choice) pairs, this device's experts' first, sorted by expert
+    slots: jax.Array  # [A*K] int32: where in that order this device's pairs are; A*K for those of other devices
     sizes: jax.Array  # [G] int32: pairs of each expert of this device
 
 
@@ -188,8 +188,8 @@ def balance_loss(c: Model, scores: jax.Array, chosen: jax.Array, segments: jax.A
 
 
 def load(c: Model, chosen: jax.Array) -> jax.Array:
-    """Tokens that chose each expert, [T K] -> [E] int32; exact, so that devices can agree on it."""
-    return jnp.bincount(chosen.reshape(-1), length=c.n_routed_experts).astype(jnp.int32)
+    """Tokens that chose each expert, [T*K] -> [E] int32; exact, so that devices can agree on it."""
+    return jnp.bincount(chosen, length=c.n_routed_experts).astype(jnp.int32)
 
 
 # ---------------------------------------------------------------------------------- dispatch, experts, combine
@@ -206,8 +206,9 @@ def dispatch(c: Model, w: Dispatch, x: Stream, given: Given, kept: dict | None =
     scores = score(c, w, y)
     if kept is None:
         chosen = jnp.where(segments.reshape(-1, 1) > 0, choose(c, scores, given.layer), c.n_routed_experts)
-        kept = {"routing": checkpoint_name((chosen, *sort(c, all_gather(chosen))), "routing")}
-    chosen, *routing = kept["routing"]
+        kept = {"routing": checkpoint_name((chosen.reshape(-1), *sort(c, all_gather(chosen))), "routing")}
+    chosen, *routing = kept["routing"]  # flat: on TPU, a last dimension of K takes the room of 128
+    chosen = chosen.reshape(len(scores), -1)
     tokens, weights = (all_gather(a) for a in (y, combine_weights(c, scores, chosen)))
     stream = Stream(h, x.balance + balance_loss(c, scores, chosen, segments))
     dispatched = Dispatched(stream, checkpoint_name(tokens, "dispatched"), weights, *routing)
@@ -236,7 +237,7 @@ def sort(c: Model, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     assert (own + 1) << bits <= 1 << 32, (own, chosen.size)
     pairs = jnp.arange(chosen.size, dtype=jnp.uint32)
     keys = lax.sort(local.reshape(-1).astype(jnp.uint32) << bits | pairs, is_stable=False)
-    return (keys & (1 << bits) - 1).astype(jnp.int32), slots, sizes
+    return (keys & (1 << bits) - 1).astype(jnp.int32), slots.reshape(-1), sizes
 
 
 def _count_before(hits: jax.Array) -> jax.Array:
@@ -271,6 +272,7 @@ def _one_round(rows, i, operands, routing, kept=None):
     (w, tokens, weights), (order, slots, sizes) = operands, routing
     ends, first = jnp.cumsum(sizes), i * rows
     here = jnp.clip(ends, first, first + rows) - jnp.clip(ends - sizes, first, first + rows)
+    slots = slots.reshape(weights.shape)
     within = (slots >= first) & (slots < jnp.minimum(first + rows, ends[-1]))
     routes = kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), slots - first, within)
     x = kernels.rows_of_tokens(tokens, routes)
