@@ -188,8 +188,8 @@ def balance_loss(c: Model, scores: jax.Array, chosen: jax.Array, segments: jax.A
 
 
 def load(c: Model, chosen: jax.Array) -> jax.Array:
-    """Tokens that chose each expert, [T*K] -> [E] int32; exact, so that devices can agree on it."""
-    return jnp.bincount(chosen, length=c.n_routed_experts).astype(jnp.int32)
+    """Tokens that chose each expert, of [T K] or flat -> [E] int32; exact, so that devices can agree on it."""
+    return jnp.bincount(chosen.reshape(-1), length=c.n_routed_experts).astype(jnp.int32)
 
 
 # ---------------------------------------------------------------------------------- dispatch, experts, combine
