@@ -551,10 +551,30 @@ def test_stages_are_read_off_the_scopes(op_name, opcode, axes, found):
     assert timeline.stage(op_name, opcode, axes) == found
 
 
-def test_the_picture_is_a_png(tmp_path):
-    def scoped(name, stage, n):
-        return f'  %{name} = f32[8]{{0}} add(%x, %x), metadata={{op_name="jit(f)/shard_map/{stage}/add"}}, {cycles(n)}'
+def scoped(name, stage, n):
+    return f'  %{name} = f32[8]{{0}} add(%x, %x), metadata={{op_name="jit(f)/shard_map/{stage}/add"}}, {cycles(n)}'
 
+
+def test_a_layer_is_drawn_of_the_innermost_loop_that_has_stages():
+    """And not a part of an accumulated batch, though that holds stages of MTP modules beside its loop over layers."""
+    layer = "\n".join(["  %x = (s32[]) parameter(0)", scoped("a", "attention", 40), scoped("e", "experts", 60)])
+    condition, body = loop(layer + "\n  ROOT %r = (s32[]) tuple(%x)")
+    part = "\n".join(
+        [
+            "  %x = (s32[]) parameter(0)",
+            scoped("ma", "attention", 40),
+            scoped("me", "experts", 60),
+            "  %layers = (s32[]) while(%x), condition=%condition, body=%body",
+            "  ROOT %r = (s32[]) tuple(%x)",
+        ]
+    )
+    parts = f"%part (x: (s32[])) -> (s32[]) {{\n{part}\n}}"
+    entry = WHILE.replace("body=%body", "body=%part")
+    [(title, start, end)] = picture._panels(walk(program(entry, condition, body, parts)))
+    assert (title, ns(end - start)) == ("one layer forward, of 5 like it", 100)
+
+
+def test_the_picture_is_a_png(tmp_path):
     body = "\n".join(
         [
             "  %x = (s32[]) parameter(0)",

@@ -54,7 +54,8 @@ def write(timeline: Timeline, path: str | os.PathLike, title: str, subtitle: str
 
 def _panels(timeline: Timeline) -> list[tuple[str, float, float]]:
     """(title, start, end) of a layer forward and one backward; of the whole step where there is no loop over layers."""
-    layers = [loop for loop in timeline.loops.values() if _is_layer(timeline, loop)]
+    stacks = [loop for loop in timeline.loops.values() if _has_stages(timeline, loop)]
+    layers = [loop for loop in stacks if not _holds_one_of(stacks, loop)]
     backward = [loop for loop in layers if _is_backward(loop)]
     forward = [loop for loop in layers if loop not in backward]
     panels = []
@@ -70,8 +71,13 @@ def _is_backward(loop: Loop) -> bool:
     return sum("transpose(" in name for name in names) * 2 > sum("shard_map/" in name for name in names)
 
 
-def _is_layer(timeline: Timeline, loop: Loop) -> bool:
-    """Whether one iteration is one layer: it has stages, and no loop in it has."""
+def _holds_one_of(stacks: list[Loop], loop: Loop) -> bool:
+    """Whether a loop runs whole stacks of layers, as that over the parts of an accumulated batch does."""
+    inner = {name for i in loop.body.instructions if i.opcode == "while" for name in i.called("body")}
+    return any(stack.body.name in inner for stack in stacks)
+
+
+def _has_stages(timeline: Timeline, loop: Loop) -> bool:
     names = {i.name for i in loop.body.instructions}
     stages = {event.stage for event in _between(timeline, loop.start, loop.end) if event.instruction.name in names} & {
         "attention",
