@@ -22,13 +22,14 @@ from maxds.aot import fit, hlo, picture, report, timeline, topology
 from maxds.aot.cost import Costs
 from maxds.aot.network import Network
 from maxds.config import Config
+from maxds.model import tpu
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "What to compile for, in chips: tpu7x:4x4x8, v5p:8x8x8, v6e:16x16.")
 _SLICES = flags.DEFINE_integer("slices", 1, "How many such slices; mesh.data crosses them.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures to this file.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this PNG.")
 
-MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError)
+MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError, tpu.KernelError)
 USAGE = (
     "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--json=FILE] [--plot=FILE.png] "
     "[key=value ...]"

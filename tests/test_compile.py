@@ -102,6 +102,17 @@ def test_without_libtpu_the_remedy_is_named():
 
 
 @needs_libtpu
+def test_without_the_kernel_of_tokamax_the_remedy_is_named():
+    missing = "tokamax._src.ops.ragged_gather_reduce"
+    program = (
+        f"import sys; sys.modules['{missing}'] = None\nfrom maxds import command, compile\ncommand.run(compile.main)"
+    )
+    result = command(TINY, "--topology=tpu7x:2x2x1", "precision.compute=bfloat16", program=("-c", program))
+    assert (result.returncode, result.stdout) == (2, "")
+    assert "the tokamax of Python 3.12" in result.stderr and "Traceback" not in result.stderr
+
+
+@needs_libtpu
 def test_what_does_not_fit_is_a_result():
     result = command(TINY, "--topology=v6e:2x4", "model.vocab_size=50_000_000")
     assert (result.returncode, result.stderr) == (8, "")
