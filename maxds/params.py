@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -159,6 +159,14 @@ class Exchange:
     compute: jnp.dtype  # of gathered weights
     reduced: jnp.dtype  # of the sums of gradients
 
+    def part(self, names: Sequence[str]) -> "Exchange":
+        """Of some entries of what is declared."""
+        return dataclasses.replace(self, declared={name: self.declared[name] for name in names})
+
+    def of(self, tree: Tree) -> Tree:
+        """Those entries of a tree that are declared here."""
+        return {name: tree[name] for name in self.declared}
+
     def gather(self, shards: Tree) -> Tree:
         """All-gathers FSDP shards. Routed experts stay split over `expert`: tokens travel, experts do not."""
 
@@ -169,17 +177,30 @@ class Exchange:
 
         return lax.optimization_barrier(derive(one, self.declared, shards))
 
+    def total(self, dws: Sequence[Tree]) -> Tree:
+        """The sum of gradients of gathered weights, in the dtype in which they travel."""
+
+        def one(p: Param, *found: jax.Array) -> jax.Array:
+            dtype = self.reduced if "fsdp" in p.spec else jnp.float32
+            return functools.reduce(jnp.add, [g.astype(dtype) for g in found])
+
+        return derive(one, self.declared, *dws)
+
     def scatter(self, dw: Tree) -> Tree:
-        """The transpose of `gather`, and the sum over `expert` of what is not split over it."""
+        """The transpose of `gather`, of a `total`; and the sum over `expert` of what is not split over it."""
 
         def one(p: Param, g: jax.Array) -> jax.Array:
             if "fsdp" not in p.spec:
-                return g.astype(jnp.float32)
-            g = lax.psum_scatter(g.astype(self.reduced), "fsdp", scatter_dimension=p.spec.index("fsdp"), tiled=True)
+                return g
+            g = lax.psum_scatter(g, "fsdp", scatter_dimension=p.spec.index("fsdp"), tiled=True)
             g = g.reshape(*g.shape[:-1], p.shape[-2], -1) if p.beside else g
             return g if "expert" in p.spec else lax.psum(g, "expert")
 
         return derive(one, self.declared, lax.optimization_barrier(dw))
+
+    def shards(self, params: Tree) -> Tree:
+        """Zeros of the shapes and dtypes that `scatter` gives, for the shards of one layer's weights."""
+        return self.scatter(self.total([self.gather(params)]))
 
     def reduce(self, shards: Tree) -> Tree:
         """Sums scattered gradients over `data`; only shards cross DCN."""
@@ -201,7 +222,7 @@ class Exchange:
             return self.gather(shards)
 
         def backward(_, dw):
-            grads = self.finish(self.reduce(self.scatter(dw)))
+            grads = self.finish(self.reduce(self.scatter(self.total([dw]))))
             return (jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes),)
 
         dtypes = jax.tree.map(lambda x: x.dtype, shards)

@@ -1,8 +1,12 @@
 """How layers are chained: `plain`, and `batch_split` with its two interleaved microbatches.
 
     compute | ATTENTION a | ATTENTION b | EXPERTS a  | EXPERTS b | ATTENTION a' | …   forward, one layer
-    comm    |             | DISPATCH a  | DISPATCH b | COMBINE a | COMBINE b    |     next layer's weights throughout
+    comm    |             | DISPATCH a  | DISPATCH b | COMBINE a | COMBINE b    |
                                                                  ^ b's combine is carried into the next layer
+
+Weights travel a step ahead of their use: those of a layer's first stage during the layer before, the
+others during the first stage. Gradients travel a step behind, in the mirror of that. So only what the
+first stage needs is carried from layer to layer: on TPU, whatever a scan carries is copied once.
 
 A stage is one function, `fn(w, x, given, kept=None) -> (y, kept)`, of one microbatch. Without
 `kept` it computes everything and says what it wants kept for the backward pass. With `kept` it is
@@ -14,6 +18,7 @@ This file knows nothing of the model: `model/deepseek.py` brings the stages.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -54,7 +59,7 @@ class Layer:
 
     stages: tuple[Stage, ...]
     combine: Callable[[Tree], Tree]  # ends the layer; linear
-    pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument; linear
+    pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument
     observe: Callable[[dict[str, Tree]], Tree]  # metrics read off the kept values of one microbatch
     always: tuple[str, ...] = ()  # kept whatever config says: decisions that a replay must not take again
 
@@ -141,25 +146,19 @@ class Tape:
         return Tape(inputs, kept)
 
 
-def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches) -> list[Tree]:
-    """Maps `fn` over microbatches; none enters before the previous one has left.
+def stagger(fn: Callable[[int, Tree], tuple[Tree, Any]], xs: Microbatches, order: Sequence[int]) -> tuple[list, list]:
+    """Maps `fn(microbatch, x) -> (y, more)` over microbatches, in order; none enters before the previous one has left.
 
     The barrier ties only the one's output to the next one's input: a barrier over everything
     would make a total order of the layer, and forbid the overlap that the schedule is for.
     """
-    xs = list(xs)
-    for i in range(len(xs)):
-        out = fn(i, xs[i])
-        if i + 1 < len(xs):
-            out, xs[i + 1] = lax.optimization_barrier((out, xs[i + 1]))
-        xs[i] = out
-    return xs
-
-
-def transpose(linear: Callable[[Tree], Tree], like: Tree) -> Callable[[Tree], Tree]:
-    """The transpose of a linear function whose argument is `like` (shapes suffice)."""
-    _, pull = jax.vjp(linear, jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), like))
-    return lambda dy: pull(dy)[0]
+    xs, more = list(xs), [None] * len(xs)
+    for n, i in enumerate(order):
+        y, more[i] = fn(i, xs[i])
+        if n + 1 < len(order):
+            y, xs[order[n + 1]] = lax.optimization_barrier((y, xs[order[n + 1]]))
+        xs[i] = y
+    return xs, more
 
 
 def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tuple[Microbatches, Tape]:
@@ -169,42 +168,54 @@ def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tupl
     inputs, kept = {}, {}
     for stage in layer.stages:
         inputs[stage.name] = xs
-        outs = stagger(lambda i, x, s=stage: s(w[s.name], x, given[i]), xs)
-        xs, kept[stage.name] = (list(part) for part in zip(*outs, strict=True))
+        xs, kept[stage.name] = stagger(lambda i, x, s=stage: s(w[s.name], x, given[i]), xs, (0, 1))
     a, b = xs
     return [layer.combine(a), b], Tape(inputs, kept)
 
 
-def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microbatches) -> tuple[Microbatches, Tree]:
-    """Mirror of `forward`: replay what was not kept, then pull the cotangents back through it."""
-    pulls, xs = {}, []
-    for stage in layer.stages:
-        xs = tape.inputs.get(stage.name, xs)
-        replayed = [
-            jax.vjp(lambda w, x, g=g, k=kept, s=stage: s(w, x, g, k)[0], w[stage.name], x)
-            for x, g, kept in zip(xs, given, tape.kept[stage.name], strict=True)
-        ]
-        xs, pulls[stage.name] = (list(part) for part in zip(*replayed, strict=True))
-    da, db = dxs
-    uncombine = transpose(layer.combine, jax.eval_shape(layer.pending, da))
-    dxs, dw = [uncombine(da), db], {}
+def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microbatches) -> tuple[Microbatches, list]:
+    """Replays what was not kept, then pulls the cotangents back through it; b goes first, for time runs backward.
+
+    What a dispatches again travels while b's experts compute, and what b dispatches while a attends.
+
+    Returns:
+      Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents.
+    """
+    first, second, *_ = layer.stages
+    pulls = {}
+
+    def entering(stage: Stage, i: int, x: Tree) -> Tree:
+        return tape.inputs[stage.name][i] if stage.name in tape.inputs else x
+
+    def replay(stages: Sequence[Stage], i: int, x: Tree) -> Tree:
+        for stage in stages:
+            x = x if stage is stages[0] else entering(stage, i, x)
+            fn = functools.partial(stage, given=given[i], kept=tape.kept[stage.name][i])
+            x, pulls[stage.name, i] = jax.vjp(lambda w, x, fn=fn: fn(w, x)[0], w[stage.name], x)
+        return x
+
+    (a, b), (da, db) = tape.inputs[first.name], dxs
+    b, a = lax.optimization_barrier((entering(second, 1, replay([first], 1, b)), a))
+    (db,) = jax.vjp(layer.combine, replay(layer.stages[1:], 1, b))[1](db)
+    a, db = lax.optimization_barrier((entering(second, 0, replay([first], 0, a)), db))
+    (da,) = jax.vjp(layer.combine, replay(layer.stages[1:], 0, a))[1](da)
+    dxs, dws = [da, db], [{}, {}]
     for stage in reversed(layer.stages):
-        pull = pulls[stage.name]
-        outs = stagger(lambda i, dy, p=pull: p[1 - i](dy), dxs[::-1])  # b first: time runs backward
-        dws, dxs = (list(part) for part in zip(*outs[::-1], strict=True))
-        dw[stage.name] = total(dws)
-    da, db = dxs
-    return [da, uncombine(db)], dw
+        dxs, found = stagger(lambda i, dy, s=stage: pulls[s.name, i](dy)[::-1], dxs, (1, 0))
+        for dw, of_stage in zip(dws, found, strict=True):
+            dw[stage.name] = of_stage
+    return dxs, dws
 
 
 def batch_split(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequence[str]) -> Run:
-    """Two microbatches, weights gathered one layer ahead, gradients scattered one behind, reduced over DCN two behind.
+    """Two microbatches; weights gathered a step ahead, gradients scattered a step behind, and over DCN a layer later.
 
     No layer is peeled off the two scans, so the compiler sees one forward and one backward layer:
-    microbatch b enters with a pending combine that adds nothing. The last layer's gathered
-    weights are handed to the backward pass, which needs them first.
+    microbatch b enters with a pending combine that adds nothing. The weights of the last layer's
+    first stage are handed to the backward pass, which needs them first.
     """
     keep = (input_name(layer.stages[0].name), *layer.always, *keep)
+    first, rest = exchange.part([layer.stages[0].name]), exchange.part([stage.name for stage in layer.stages[1:]])
 
     @jax.custom_vjp
     def run(params, given, xs, contexts):
@@ -215,38 +226,46 @@ def batch_split(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: 
 
         def one_layer(carry, i):
             xs, w = carry
-            w_next = exchange.gather(at(params, jnp.minimum(i + 1, num_layers - 1)))
+            w = w | rest.gather(at(rest.of(params), i))
+            ahead = first.gather(at(first.of(params), jnp.minimum(i + 1, num_layers - 1)))
             xs, tape = forward(layer, w, [Given(at(given, i), c) for c in contexts], xs)
             seen = total([layer.observe(_merged(tape, m)) for m in range(len(xs))])
-            return (xs, w_next), (tape.only((*keep, *offload)).moved(offload, jax.memory.Space.Host), seen)
+            return (xs, ahead), (tape.only((*keep, *offload)).moved(offload, jax.memory.Space.Host), seen)
 
-        start = [xs[0], layer.pending(xs[1])], exchange.gather(at(params, 0))
+        start = [xs[0], layer.pending(xs[1])], first.gather(at(first.of(params), 0))
         (xs, w), (tapes, seen) = lax.scan(one_layer, start, jnp.arange(num_layers))
         return ([xs[0], layer.combine(xs[1])], seen), (params, given, contexts, w, tapes)
 
     def run_backward(residuals, cotangents):
         params, given, contexts, w, tapes = residuals
         num_layers = jax.tree.leaves(params)[0].shape[0]
-        (da, db), _ = cotangents
+
+        def settle(grads, i, shards):
+            """Puts the gradients of the first stage of layer i + 2, and of the others of layer i + 1."""
+            above = put(first.of(grads), (i + 2) % num_layers, first.reduce(first.of(shards)))
+            return above | put(rest.of(grads), (i + 1) % num_layers, rest.reduce(rest.of(shards)))
 
         def one_layer(carry, of_layer):
-            dxs, w, dw_above, shards_above, grads = carry
+            dxs, w, dw_above, shards, grads = carry
             tape, i = of_layer
-            w_below = exchange.gather(at(params, jnp.maximum(i - 1, 0)))
-            grads = put(grads, (i + 2) % num_layers, exchange.reduce(shards_above))  # zeros on the first two layers
-            shards = exchange.scatter(dw_above)
+            w = w | rest.gather(at(rest.of(params), i))
+            w_below = first.gather(at(first.of(params), jnp.maximum(i - 1, 0)))
+            grads = settle(grads, i, shards)  # zeros on the first two layers
+            shards = first.scatter(dw_above)
             tape = tape.moved(offload, jax.memory.Space.Device)
-            dxs, dw = backward(layer, w, [Given(at(given, i), c) for c in contexts], tape, dxs)
-            return (dxs, w_below, dw, shards, grads), None
+            dxs, dws = backward(layer, w, [Given(at(given, i), c) for c in contexts], tape, dxs)
+            shards |= rest.scatter(rest.total([rest.of(dw) for dw in dws]))
+            return (dxs, w_below, first.total([first.of(dw) for dw in dws]), shards, grads), None
 
-        dw = jax.tree.map(jnp.zeros_like, w)
-        pending = jax.eval_shape(layer.pending, db)
-        start = [da, transpose(layer.combine, pending)(db)], w, dw, exchange.scatter(dw), zeros(params)
+        dxs, _ = cotangents
+        dw = first.total([jax.tree.map(jnp.zeros_like, w)])
+        shards = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(exchange.shards, at(params, 0)))
+        start = list(dxs), w, dw, shards, zeros(params)
         (dxs, _, dw, shards, grads), _ = lax.scan(one_layer, start, (tapes, jnp.arange(num_layers)), reverse=True)
-        grads = put(grads, 1 % num_layers, exchange.reduce(shards))
-        grads = put(grads, 0, exchange.reduce(exchange.scatter(dw)))
+        grads = settle(grads, -1, shards)
+        grads |= put(first.of(grads), 0, first.reduce(first.scatter(dw)))
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), exchange.finish(grads), params)
-        return grads, None, [dxs[0], transpose(layer.pending, db)(dxs[1])], None
+        return grads, None, dxs, None
 
     run.defvjp(run_forward, run_backward)
     return run

@@ -15,16 +15,16 @@ from maxds.model import kernels, tpu
 
 
 def naive_attention(q, k, v, segments):
-    length = q.shape[1]
-    scores = jnp.einsum("bqnh,bknh->bnqk", q, k)
+    length = q.shape[2]
+    scores = jnp.einsum("bnqh,bnkh->bnqk", q, k)
     seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((length, length), bool))
-    return jnp.einsum("bnqk,bknh->bqnh", jax.nn.softmax(scores, where=seen[:, None]), v)
+    return jnp.einsum("bnqk,bnkh->bnqh", jax.nn.softmax(scores, where=seen[:, None]), v)
 
 
 def attention_inputs():
     rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((2, 12, 3, 8), np.float32) for _ in range(2))
-    v, dout = (rng.standard_normal((2, 12, 3, 5), np.float32) for _ in range(2))
+    q, k = (rng.standard_normal((2, 3, 12, 8), np.float32) for _ in range(2))
+    v, dout = (rng.standard_normal((2, 3, 12, 5), np.float32) for _ in range(2))
     segments = np.array([[1] * 5 + [2] * 6 + [0], [1] * 12], np.int32)
     return q, k, v, segments, dout
 
@@ -74,8 +74,8 @@ def test_replayed_attention_does_none_of_the_work_of_the_forward_pass():
 
 def test_attention_multiplies_no_queries_by_the_keys_of_a_later_span():
     length, (b, n, h, v) = kernels.SPANS * kernels.LEAST_SPAN, (2, 3, 8, 5)
-    q, k = (jnp.zeros((b, length, n, h)) for _ in range(2))
-    values, segments = jnp.zeros((b, length, n, v)), jnp.ones((b, length), jnp.int32)
+    q, k = (jnp.zeros((b, n, length, h)) for _ in range(2))
+    values, segments = jnp.zeros((b, n, length, v)), jnp.ones((b, length), jnp.int32)
 
     def attend(q, k, v):
         return kernels.attention(q, k, v, segments)[0]
@@ -95,7 +95,7 @@ def test_attention_multiplies_no_queries_by_the_keys_of_a_later_span():
 
 def test_attention_on_tpu_is_that_on_cpu(monkeypatch):
     rng = np.random.default_rng(0)
-    q, k, v, dout = (rng.standard_normal((2, 256, 2, size), np.float32) for size in (24, 24, 16, 16))
+    q, k, v, dout = (rng.standard_normal((2, 2, 256, size), np.float32) for size in (24, 24, 16, 16))
     segments = np.sort(rng.integers(0, 4, (2, 256), np.int32))
     for name in ("attend_row", "attend_row_backward"):
         monkeypatch.setattr(tpu, name, functools.partial(getattr(tpu, name), interpret=True))

@@ -18,10 +18,13 @@ def one_round():
     )
     tokens, weights = jax.random.normal(keys[2], (TOKENS, WIDTH)), jax.random.uniform(keys[3], (TOKENS, CHOICES))
     order = jax.random.permutation(keys[4], TOKENS * CHOICES)
-    routing = order, jnp.argsort(order).reshape(TOKENS, CHOICES), jnp.array([4, 0, 7])
+    routing = moe.Routing(order, jnp.argsort(order), jnp.array([4, 0, 7]), jnp.array(11))
 
     def run(operands):
-        return moe._one_round(ROWS, 0, operands, routing)[0]
+        w, tokens, weights = operands
+        routes = moe.routes(routing, ROWS, 0, weights.shape)
+        y, _ = moe._multiplied(w, kernels.rows_of_tokens(tokens, routes), weights, routing, 0)
+        return kernels.tokens_of_rows(y, routes)
 
     y, pull = jax.vjp(run, (w, tokens, weights))
     return y, pull(jax.random.normal(keys[5], y.shape))

@@ -29,7 +29,7 @@ class Attention:
     k_rope: Tree  # [D qk_rope_head_dim], one for all heads
     k_up: Tree  # [C N qk_nope_head_dim]
     v_up: Tree  # [C N v_head_dim]
-    out: Tree  # [N v_head_dim D]
+    out: Tree  # [N*v_head_dim D]
 
 
 def declare(c: Model) -> Attention:
@@ -49,7 +49,7 @@ def declare(c: Model) -> Attention:
         k_rope=matrix(d, c.qk_rope_head_dim),
         k_up=matrix(latent, n, c.qk_nope_head_dim, dims="ioo"),
         v_up=matrix(latent, n, c.v_head_dim, dims="ioo"),
-        out=Param((n, c.v_head_dim, d), P(None, None, "fsdp"), "iio", c.initializer_range),
+        out=matrix(n * c.v_head_dim, d),
     )
 
 
@@ -59,12 +59,10 @@ def norm(size: int) -> Param:
 
 
 def queries(c: Model, w: Attention, x: jax.Array, rope: Tree) -> jax.Array:
-    """[B S D] -> [B S N H]: nope then rope dimensions, multiplied by the softmax scale."""
+    """[B S D] -> [B N S H]: nope then rope dimensions, multiplied by the softmax scale."""
     if w.q_down is not None:
         x = checkpoint_name(rms_norm(x @ w.q_down, w.q_norm, c.rms_norm_eps), "q_latent")
-    q = jnp.einsum("bsq,qnh->bsnh", x, w.q_up)
-    nope, turned = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
-    return jnp.concatenate([nope, rotate(turned, rope)], axis=-1) * softmax_scale(c)
+    return rotate(jnp.einsum("bsq,qnh->bnsh", x, w.q_up), rope) * softmax_scale(c)
 
 
 def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array, jax.Array]:
@@ -76,12 +74,12 @@ def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array
 def expanded(
     w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.Array], segments: jax.Array, kept: tuple | None = None
 ) -> tuple[jax.Array, tuple]:
-    """Attention of queries [B S N H] to the tokens they belong to, whose latents are expanded to keys and values."""
+    """Attention of queries [B N S H] to the tokens they belong to, whose latents are expanded to keys and values."""
     latent, rope = cached
-    nope = jnp.einsum("bsc,cnh->bsnh", latent, w.k_up)
-    shared = jnp.broadcast_to(rope[:, :, None], (*nope.shape[:3], rope.shape[-1]))
+    nope = jnp.einsum("bsc,cnh->bnsh", latent, w.k_up)
+    shared = jnp.broadcast_to(rope[:, None], (*nope.shape[:3], rope.shape[-1]))
     k = checkpoint_name(jnp.concatenate([nope, shared], axis=-1), "key")
-    v = checkpoint_name(jnp.einsum("bsc,cnh->bsnh", latent, w.v_up), "value")
+    v = checkpoint_name(jnp.einsum("bsc,cnh->bnsh", latent, w.v_up), "value")
     return kernels.attention(q, k, v, segments, kept)
 
 
@@ -91,21 +89,21 @@ def absorbed(
     """Attention in latent space: `k_up` is applied to the queries and `v_up` to the output (V2, section 2.1.2).
 
     Args:
-      q: [B S N H], of few tokens: the scores [B N S Z] exist all at once.
+      q: [B N S H], of few tokens: the scores [B N S Z] exist all at once.
       cached: as `latents`, of Z tokens of one document: [B Z C] and [B Z qk_rope_head_dim].
       positions: [B S] int32; a query sees the tokens up to its own position.
 
     Returns:
-      [B S N v_head_dim].
+      [B N S v_head_dim].
     """
     latent, rope = cached
     nope, turned = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
-    into_latent = jnp.einsum("bsnh,cnh->bsnc", nope, w.k_up)
-    scores = jnp.einsum("bsnc,bzc->bnsz", into_latent, latent, preferred_element_type=jnp.float32)
-    scores += jnp.einsum("bsnh,bzh->bnsz", turned, rope, preferred_element_type=jnp.float32)
+    into_latent = jnp.einsum("bnsh,cnh->bnsc", nope, w.k_up)
+    scores = jnp.einsum("bnsc,bzc->bnsz", into_latent, latent, preferred_element_type=jnp.float32)
+    scores += jnp.einsum("bnsh,bzh->bnsz", turned, rope, preferred_element_type=jnp.float32)
     past = jnp.arange(latent.shape[1]) <= positions[:, None, :, None]
     weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1).astype(latent.dtype)
-    return jnp.einsum("bsnc,cnv->bsnv", jnp.einsum("bnsz,bzc->bsnc", weights, latent), w.v_up)
+    return jnp.einsum("bnsc,cnv->bnsv", jnp.einsum("bnsz,bzc->bnsc", weights, latent), w.v_up)
 
 
 def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tuple[Tree, Tree]:
@@ -113,7 +111,7 @@ def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tu
 
     Args:
       rope: cos and sin of the tokens' positions.
-      read: (queries, `latents` of the tokens) -> (attention's output [B S N v_head_dim], anything).
+      read: (queries, `latents` of the tokens) -> (attention's output [B N S v_head_dim], anything).
 
     Returns:
       The stream, and whatever else `read` returned.
@@ -121,7 +119,8 @@ def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tu
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
     q = checkpoint_name(queries(c, w, y, rope), "query")
     out, more = read(q, latents(c, w, y, rope))
-    return dataclasses.replace(x, h=x.h + jnp.einsum("bsnv,nvd->bsd", out, w.out)), more
+    projection = w.out.reshape(out.shape[1], out.shape[3], -1)
+    return dataclasses.replace(x, h=x.h + jnp.einsum("bnsv,nvd->bsd", out, projection)), more
 
 
 def attend(c: Model, w: Attention, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict]:

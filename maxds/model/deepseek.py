@@ -123,12 +123,13 @@ class Network:
         if "mlp" in declared:
             mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
             return schedule.Layer((attend, mlp), combine=_same, pending=_same, observe=lambda kept: {})
-        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c))
-        experts = schedule.Stage("experts", functools.partial(moe.experts, c, self.config.schedule.capacity))
+        capacity = self.config.schedule.capacity
+        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, capacity))
+        experts = schedule.Stage("experts", functools.partial(moe.experts, c))
         return schedule.Layer(
             (attend, dispatch, experts),
-            combine=moe.combine,
-            pending=moe.pending,
+            combine=functools.partial(moe.combine, c),
+            pending=functools.partial(moe.pending, c, capacity),
             observe=lambda kept: {"load": moe.load(c, kept["routing"][0])},
             always=("routing",),
         )

@@ -44,14 +44,14 @@ def attention(
     """Causal attention within documents.
 
     Args:
-      q: [B S N H], already multiplied by the softmax scale.
-      k: [B S N H].
-      v: [B S N Hv].
+      q: [B N S H], already multiplied by the softmax scale.
+      k: [B N S H].
+      v: [B N S Hv].
       segments: [B S] int32; a query sees the keys of its own segment.
       kept: what an earlier call returned as kept; the forward pass is then not computed.
 
     Returns:
-      The output [B S N Hv], and what to keep of it: (output, log-sum-exp of the scores [B N S] float32).
+      The output [B N S Hv], and what to keep of it: (output, log-sum-exp of the scores [B N S] float32).
     """
     out, lse = _attention(q, k, v, segments, kept)
     return out, (out, lse)
@@ -82,7 +82,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _is_for_splash(q: jax.Array) -> bool:
-    return "TPU" in _device_kind() and q.shape[1] % 128 == 0
+    return "TPU" in _device_kind() and q.shape[2] % 128 == 0
 
 
 def _blocks(x: jax.Array, axis: int) -> jax.Array:
@@ -92,10 +92,10 @@ def _blocks(x: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:axis], size // block, block, *x.shape[axis + 1 :]), axis, 0)
 
 
-def _joined(x: jax.Array, axis: int) -> jax.Array:
-    """The inverse of `_blocks`."""
-    x = jnp.moveaxis(x, 0, axis)
-    return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+def _joined(x: jax.Array) -> jax.Array:
+    """The inverse of `_blocks`, of blocks [n B N block ...]."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
 def _spans(length: int) -> list[tuple[int, int]]:
@@ -107,19 +107,19 @@ def _spans(length: int) -> list[tuple[int, int]]:
 
 def _scores(q, k, segments_q, segments, first):
     """Masked scores [B N Q Z] in float32 of one block of queries, from position `first` on, with the first Z keys."""
-    scores = jnp.einsum("bqnh,bknh->bnqk", q, k, preferred_element_type=jnp.float32)
-    query = first + jnp.arange(q.shape[1])
-    causal = query[:, None] >= jnp.arange(k.shape[1])
+    scores = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=jnp.float32)
+    query = first + jnp.arange(q.shape[2])
+    causal = query[:, None] >= jnp.arange(k.shape[2])
     return jnp.where(causal & (segments_q[:, None, :, None] == segments[:, None, None, :]), scores, -jnp.inf)
 
 
 def _attend(q, k, v, segments):
     found = []
-    for start, end in _spans(q.shape[1]):
-        k_seen, v_seen, segments_seen = (a[:, :end] for a in (k, v, segments))
-        found.append(_attend_span(start, q[:, start:end], k_seen, v_seen, segments_seen))
+    for start, end in _spans(q.shape[2]):
+        k_seen, v_seen = k[:, :, :end], v[:, :, :end]
+        found.append(_attend_span(start, q[:, :, start:end], k_seen, v_seen, segments[:, :end]))
     out, lse = zip(*found, strict=True)
-    return jnp.concatenate(out, 1), jnp.concatenate(lse, 2)
+    return jnp.concatenate(out, 2), jnp.concatenate(lse, 2)
 
 
 def _attend_span(start, q, k, v, segments):
@@ -128,45 +128,43 @@ def _attend_span(start, q, k, v, segments):
         scores = _scores(q, k, segments_q, segments, first)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)  # to the bit those of the backward pass
-        return jnp.einsum("bnqk,bknh->bqnh", weights, v), lse
+        return jnp.einsum("bnqk,bnkh->bnqh", weights, v), lse
 
-    queries = _blocks(q, 1)
-    firsts = start + jnp.arange(len(queries)) * queries.shape[2]
+    queries = _blocks(q, 2)
+    firsts = start + jnp.arange(len(queries)) * queries.shape[3]
     out, lse = lax.map(block, (queries, _blocks(segments[:, start:], 1), firsts))
-    return _joined(out, 1), _joined(lse, 2)
+    return _joined(out), _joined(lse)
 
 
 def _attend_backward(q, k, v, segments, kept, dout):
     out, lse = kept
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for start, end in _spans(q.shape[1]):
-        k_seen, v_seen, segments_seen = (a[:, :end] for a in (k, v, segments))
-        of_queries = q[:, start:end], out[:, start:end], lse[..., start:end], dout[:, start:end]
-        of_span, more_k, more_v = _attend_span_backward(start, k_seen, v_seen, segments_seen, of_queries)
+    for start, end in _spans(q.shape[2]):
+        of_queries = [a[:, :, start:end] for a in (q, out, lse, dout)]
+        seen = k[:, :, :end], v[:, :, :end], segments[:, :end]
+        of_span, more_k, more_v = _attend_span_backward(start, *seen, of_queries)
         dq.append(of_span)
-        dk, dv = dk.at[:, :end].add(more_k), dv.at[:, :end].add(more_v)
-    return jnp.concatenate(dq, 1), dk.astype(k.dtype), dv.astype(v.dtype)
+        dk, dv = dk.at[:, :, :end].add(more_k), dv.at[:, :, :end].add(more_v)
+    return jnp.concatenate(dq, 2), dk.astype(k.dtype), dv.astype(v.dtype)
 
 
 def _attend_span_backward(start, k, v, segments, of_queries):
     def block(carry, args):
         dk, dv = carry
-        q, segments_q, out, lse, dout, first = args
+        q, out, lse, dout, segments_q, first = args
         weights = jnp.exp(_scores(q, k, segments_q, segments, first) - lse[..., None])
-        dv += jnp.einsum("bnqk,bqnh->bknh", weights.astype(v.dtype), dout, preferred_element_type=jnp.float32)
-        dweights = jnp.einsum("bqnh,bknh->bnqk", dout, v, preferred_element_type=jnp.float32)
-        delta = jnp.einsum("bqnh,bqnh->bnq", dout, out, preferred_element_type=jnp.float32)
+        dv += jnp.einsum("bnqk,bnqh->bnkh", weights.astype(v.dtype), dout, preferred_element_type=jnp.float32)
+        dweights = jnp.einsum("bnqh,bnkh->bnqk", dout, v, preferred_element_type=jnp.float32)
+        delta = jnp.einsum("bnqh,bnqh->bnq", dout, out, preferred_element_type=jnp.float32)
         dscores = (weights * (dweights - delta[..., None])).astype(q.dtype)
-        dk += jnp.einsum("bnqk,bqnh->bknh", dscores, q, preferred_element_type=jnp.float32)
-        return (dk, dv), jnp.einsum("bnqk,bknh->bqnh", dscores, k)
+        dk += jnp.einsum("bnqk,bnqh->bnkh", dscores, q, preferred_element_type=jnp.float32)
+        return (dk, dv), jnp.einsum("bnqk,bnkh->bnqh", dscores, k)
 
-    q, out, lse, dout = of_queries
-    queries = _blocks(q, 1)
-    firsts = start + jnp.arange(len(queries)) * queries.shape[2]
+    blocks = [_blocks(a, 2) for a in of_queries]
+    firsts = start + jnp.arange(len(blocks[0])) * blocks[0].shape[3]
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    blocks = queries, _blocks(segments[:, start:], 1), _blocks(out, 1), _blocks(lse, 2), _blocks(dout, 1), firsts
-    (dk, dv), dq = lax.scan(block, zeros, blocks)
-    return _joined(dq, 1), dk, dv
+    (dk, dv), dq = lax.scan(block, zeros, (*blocks, _blocks(segments[:, start:], 1), firsts))
+    return _joined(dq), dk, dv
 
 
 # --------------------------------------------------------------------------------- grouped matmul

@@ -1,13 +1,15 @@
 """Routed and shared experts: route, dispatch, experts, combine (DeepSeek-V3, arXiv 2412.19437, section 2.1.2).
 
-Tokens travel, experts do not. Each device all-gathers the tokens of its `expert` axis (A of them)
-and computes the rows that its own experts are to see: no more than R at a time, in as many
-rounds as the routing needs, so that no token is ever dropped and no room is made for rows that
-belong to other devices. A reduce-scatter brings the sums home.
+Tokens travel, experts do not. Each device all-gathers the tokens of its `expert` axis (A of them),
+takes the rows that its own experts are to see, and computes these: no more than R at a time, in as
+many rounds as the routing needs, so that no token is ever dropped and no room is made for rows that
+belong to other devices. Each token's rows are summed, and a reduce-scatter brings the sums home.
+
+Whatever moves rows stands in dispatch and combine, so that it can run beside the experts of the
+other microbatch. Only rounds after the first, which the routing seldom needs, move their own.
 """
 
 import dataclasses
-import functools
 import math
 from typing import Any
 
@@ -60,23 +62,33 @@ class Stream:
 
 
 @flax.struct.dataclass
+class Routing:
+    """Which rows this device computes. Flat: on TPU, a last dimension of K takes the room of 128."""
+
+    order: jax.Array  # [A*K] int32: (token, choice) pairs, this device's experts' first, sorted by expert
+    slots: jax.Array  # [A*K] int32: where in that order this device's pairs are; A*K for those of other devices
+    sizes: jax.Array  # [G] int32: pairs of each expert of this device
+    most: jax.Array  # int32: pairs of the busiest device along `expert`
+
+
+@flax.struct.dataclass
 class Dispatched:
     """A layer between dispatch and experts."""
 
     stream: Stream
-    tokens: jax.Array  # [A D]
+    y: jax.Array  # [T D]: this device's tokens
+    rows: jax.Array  # [R D]: the rows of the first round
     weights: jax.Array  # [A K] float32
-    order: jax.Array  # [A*K] int32: (token, choice) pairs, this device's experts' first, sorted by expert
-    slots: jax.Array  # [A*K] int32: where in that order this device's pairs are; A*K for those of other devices
-    sizes: jax.Array  # [G] int32: pairs of each expert of this device
+    routing: Routing
 
 
 @flax.struct.dataclass
 class Computed:
     """A layer between experts and combine."""
 
-    stream: Stream
-    partial: jax.Array  # [A D]: what this device's experts add to the tokens of all
+    stream: Stream  # with what rounds after the first have added
+    rows: jax.Array  # [R D]: what the first round adds to the token of each row
+    routing: Routing
 
 
 def declare_mlp(c: Model, width: int) -> Mlp:
@@ -84,7 +96,7 @@ def declare_mlp(c: Model, width: int) -> Mlp:
     d, std = c.hidden_size, c.initializer_range
     return Mlp(
         up=Param((d, 2, width), P("fsdp"), "ibo", std),
-        down=Param((width, d), P(None, "fsdp"), "io", std),
+        down=Param((width, d), P("fsdp"), "io", std),
     )
 
 
@@ -108,7 +120,7 @@ def declare_experts(c: Model) -> Mlp:
     e, d, f, std = c.n_routed_experts, c.hidden_size, c.moe_intermediate_size, c.initializer_range
     return Mlp(
         up=Param((e, d, 2, f), P("expert", "fsdp"), "bibo", std),
-        down=Param((e, f, d), P("expert", None, "fsdp"), "bio", std),
+        down=Param((e, f, d), P("expert", "fsdp"), "bio", std),
     )
 
 
@@ -195,8 +207,13 @@ def load(c: Model, chosen: jax.Array) -> jax.Array:
 # ---------------------------------------------------------------------------------- dispatch, experts, combine
 
 
-def dispatch(c: Model, w: Dispatch, x: Stream, given: Given, kept: dict | None = None) -> tuple[Dispatched, dict]:
-    """The stage: shared experts, routing, and the tokens on their way. Keeps the routing, so that it never differs."""
+def dispatch(
+    c: Model, capacity: float, w: Dispatch, x: Stream, given: Given, kept: dict | None = None
+) -> tuple[Dispatched, dict]:
+    """The stage: shared experts, routing, and the rows of tokens for the experts.
+
+    Keeps the routing, so that it never differs.
+    """
     segments = given.tokens.segments
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
     h = x.h
@@ -206,13 +223,16 @@ def dispatch(c: Model, w: Dispatch, x: Stream, given: Given, kept: dict | None =
     scores = score(c, w, y)
     if kept is None:
         chosen = jnp.where(segments.reshape(-1, 1) > 0, choose(c, scores, given.layer), c.n_routed_experts)
-        kept = {"routing": checkpoint_name((chosen.reshape(-1), *sort(c, all_gather(chosen))), "routing")}
-    chosen, *routing = kept["routing"]  # flat: on TPU, a last dimension of K takes the room of 128
+        kept = {"routing": checkpoint_name((chosen.reshape(-1), sort(c, all_gather(chosen))), "routing")}
+    chosen, routing = kept["routing"]
     chosen = chosen.reshape(len(scores), -1)
-    tokens, weights = (all_gather(a) for a in (y, combine_weights(c, scores, chosen)))
+    weights = all_gather(combine_weights(c, scores, chosen))
+    rows = rows_at_a_time(weights.size, lax.axis_size("expert"), capacity)
+    routed = checkpoint_name(
+        kernels.rows_of_tokens(all_gather(y), routes(routing, rows, 0, weights.shape)), "dispatched"
+    )
     stream = Stream(h, x.balance + balance_loss(c, scores, chosen, segments))
-    dispatched = Dispatched(stream, checkpoint_name(tokens, "dispatched"), weights, *routing)
-    return dispatched, kept
+    return Dispatched(stream, y, routed, weights, routing), kept
 
 
 def all_gather(x: jax.Array) -> jax.Array:
@@ -220,8 +240,13 @@ def all_gather(x: jax.Array) -> jax.Array:
     return lax.all_gather(x, "expert", axis=0, tiled=True)
 
 
-def sort(c: Model, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """[A K] -> `order`, `slots` and `sizes` of `Dispatched`.
+def reduce_scatter(x: jax.Array) -> jax.Array:
+    """The transpose of `all_gather`: sums over the `expert` axis, [A …] -> [T …]."""
+    return lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
+
+
+def sort(c: Model, chosen: jax.Array) -> Routing:
+    """Puts the pairs [A K] of all devices in the order in which this one computes its own.
 
     Pairs are counted to their place. The one sort, which inverts that, is of single numbers: (expert, pair) in one.
     """
@@ -237,7 +262,8 @@ def sort(c: Model, chosen: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     assert (own + 1) << bits <= 1 << 32, (own, chosen.size)
     pairs = jnp.arange(chosen.size, dtype=jnp.uint32)
     keys = lax.sort(local.reshape(-1).astype(jnp.uint32) << bits | pairs, is_stable=False)
-    return (keys & (1 << bits) - 1).astype(jnp.int32), slots.reshape(-1), sizes
+    of_devices = jnp.sum(chosen.reshape(-1, 1) // own == jnp.arange(lax.axis_size("expert")), axis=0, dtype=jnp.int32)
+    return Routing((keys & (1 << bits) - 1).astype(jnp.int32), slots.reshape(-1), sizes, jnp.max(of_devices))
 
 
 def _count_before(hits: jax.Array) -> jax.Array:
@@ -256,77 +282,95 @@ def rows_at_a_time(pairs: int, shards: int, capacity: float) -> int:
     return min(math.ceil(pairs / shards * capacity / 8) * 8, pairs)
 
 
-def experts(
-    c: Model, capacity: float, w: Mlp, x: Dispatched, given: Given, kept: dict | None = None
-) -> tuple[Computed, dict]:
+def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, int]) -> kernels.Routes:
+    """Rows [i * rows, (i + 1) * rows) of the order; `shape` is [A K], of the pairs."""
+    first = i * rows
+    order = jnp.pad(routing.order, (0, -len(routing.order) % rows))
+    slots = routing.slots.reshape(shape)
+    within = (slots >= first) & (slots < jnp.minimum(first + rows, jnp.sum(routing.sizes)))
+    return kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), slots - first, within)
+
+
+def experts(c: Model, w: Mlp, x: Dispatched, given: Given, kept: dict | None = None) -> tuple[Computed, dict]:
     """The stage: this device's experts, each on its tokens. Keeps the gate and up product of the first round."""
-    rows = rows_at_a_time(x.weights.size, lax.axis_size("expert"), capacity)
-    routing = jnp.pad(x.order, (0, -len(x.order) % rows)), x.slots, x.sizes
-    found: Any = _all_rounds(rows, (w, x.tokens, x.weights), routing, (kept or {}).get("expert_up"))
-    partial, up = found
-    return Computed(x.stream, partial), {"expert_up": up}
+    found: Any = _all_rounds(x.rows, (w, x.y, x.weights), x.routing, (kept or {}).get("expert_up"))
+    rows, more, up = found
+    stream = dataclasses.replace(x.stream, h=x.stream.h + more.reshape(x.stream.h.shape))
+    return Computed(stream, rows, x.routing), {"expert_up": up}
 
 
-def _one_round(rows, i, operands, routing, kept=None):
-    """What rows [i * rows, (i + 1) * rows) of the order add to each token [A D], and their up product [R 2F]."""
-    (w, tokens, weights), (order, slots, sizes) = operands, routing
-    ends, first = jnp.cumsum(sizes), i * rows
-    here = jnp.clip(ends, first, first + rows) - jnp.clip(ends - sizes, first, first + rows)
-    slots = slots.reshape(weights.shape)
-    within = (slots >= first) & (slots < jnp.minimum(first + rows, ends[-1]))
-    routes = kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), slots - first, within)
-    x = kernels.rows_of_tokens(tokens, routes)
+def _multiplied(w: Mlp, x: jax.Array, weights: jax.Array, routing: Routing, i, kept=None):
+    """Rows x [R D] of round i -> what each adds to its token [R D], and their up product [R 2F]."""
+    ends, first = jnp.cumsum(routing.sizes), i * len(x)
+    here = jnp.clip(ends, first, first + len(x)) - jnp.clip(ends - routing.sizes, first, first + len(x))
     up = kernels.grouped_matmul(x, w.up, here, kept)
-    weight = kernels.rows_of_pairs(weights, routes)[:, None].astype(up.dtype)
-    y = kernels.grouped_matmul(swiglu(up) * weight, w.down, here)
-    return kernels.tokens_of_rows(y, routes), up
+    weight = kernels.rows_of_pairs(weights, routes(routing, len(x), i, weights.shape))
+    return kernels.grouped_matmul(swiglu(up) * weight[:, None].astype(up.dtype), w.down, here), up
+
+
+def _further_round(rows: int, i, operands, routing: Routing):
+    """What round i adds to this device's tokens [T D], moving its rows by itself."""
+    w, y, weights = operands
+    route = routes(routing, rows, i, weights.shape)
+    x = kernels.rows_of_tokens(all_gather(y), route)
+    return reduce_scatter(kernels.tokens_of_rows(_multiplied(w, x, weights, routing, i)[0], route))
 
 
 def _rounds(rows, routing):
-    return (jnp.sum(routing[-1]) + rows - 1) // rows
+    """How many there are: the same on all devices along `expert`, for they exchange tokens in each."""
+    return (routing.most + rows - 1) // rows
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+@jax.custom_vjp
 def _all_rounds(rows, operands, routing, kept):
     """As many rounds as the routing fills; the first is always computed, and the only one kept of."""
-    first, up = _one_round(rows, 0, operands, routing, kept)
+    w, y, weights = operands
 
-    def further(i, y):
-        return y + _one_round(rows, i, operands, routing)[0]
+    def further(i, more):
+        return more + _further_round(len(rows), i, operands, routing)
 
-    return lax.fori_loop(1, _rounds(rows, routing), further, first), up
+    out, up = _multiplied(w, rows, weights, routing, 0, kept)
+    return out, lax.fori_loop(1, _rounds(len(rows), routing), further, jnp.zeros_like(y)), up
 
 
 def _all_rounds_forward(rows, operands, routing, kept):
     found: Any = _all_rounds(rows, operands, routing, kept)
-    y, up = found[0], checkpoint_name(found[1], "expert_up")
-    return (y, up), (operands, routing, kept, up)
+    out, more, up = found[0], found[1], checkpoint_name(found[2], "expert_up")
+    return (out, more, up), (rows, operands, routing, kept, up)
 
 
-def _all_rounds_backward(rows, residuals, cotangents):
-    operands, routing, kept, up = residuals
-    dy, _ = cotangents
+def _all_rounds_backward(residuals, cotangents):
+    rows, operands, routing, kept, up = residuals
+    dout, dmore, _ = cotangents
 
-    def pull(i, up=None):
-        return jax.vjp(lambda operands: _one_round(rows, i, operands, routing, up)[0], operands)[1](dy)[0]
+    def first(rows, operands):
+        w, _, weights = operands
+        return _multiplied(w, rows, weights, routing, 0, up)[0]
 
     def further(i, grads):
-        return jax.tree.map(jnp.add, grads, pull(i))
+        _, pull = jax.vjp(lambda operands: _further_round(len(rows), i, operands, routing), operands)
+        return jax.tree.map(jnp.add, grads, pull(dmore)[0])
 
-    grads = lax.fori_loop(1, _rounds(rows, routing), further, pull(0, up))
-    return grads, None, jax.tree.map(jnp.zeros_like, kept)
+    drows, grads = jax.vjp(first, rows, operands)[1](dout)
+    grads = lax.fori_loop(1, _rounds(len(rows), routing), further, grads)
+    return drows, grads, None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
-def combine(x: Computed) -> Stream:
-    """Brings each token's sum home and adds it to the residual stream. Linear."""
-    y = lax.psum_scatter(x.partial, "expert", scatter_dimension=0, tiled=True)
-    return dataclasses.replace(x.stream, h=x.stream.h + y.reshape(x.stream.h.shape))
+def combine(c: Model, x: Computed) -> Stream:
+    """Sums each token's rows, brings the sum home and adds it to the residual stream. Linear."""
+    shape = len(x.routing.order) // c.num_experts_per_tok, c.num_experts_per_tok
+    partial = kernels.tokens_of_rows(x.rows, routes(x.routing, len(x.rows), 0, shape))
+    return dataclasses.replace(x.stream, h=x.stream.h + reduce_scatter(partial).reshape(x.stream.h.shape))
 
 
-def pending(x: Stream) -> Computed:
+def pending(c: Model, capacity: float, x: Stream) -> Computed:
     """A combine that has nothing to add: `combine(pending(x)) == x`."""
-    tokens = x.h.shape[0] * x.h.shape[1] * lax.axis_size("expert")
-    return Computed(x, jnp.zeros((tokens, x.h.shape[-1]), x.h.dtype))
+    shards = lax.axis_size("expert")
+    pairs = x.h.shape[0] * x.h.shape[1] * shards * c.num_experts_per_tok
+    rows = jnp.zeros((rows_at_a_time(pairs, shards, capacity), x.h.shape[-1]), x.h.dtype)
+    none = jnp.zeros((pairs,), jnp.int32)
+    sizes = jnp.zeros((c.n_routed_experts // shards,), jnp.int32)
+    return Computed(x, rows, Routing(none, none, sizes, jnp.zeros((), jnp.int32)))

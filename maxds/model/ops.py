@@ -4,6 +4,7 @@ import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from maxds.config import Model
@@ -52,8 +53,8 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 
 def rope_table(config: Model, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B S qk_rope_head_dim / 2], float32, of positions [B S]."""
-    angles = positions[..., None].astype(jnp.float32) * rope_frequencies(config)
+    """cos and sin [B S qk_rope_head_dim], float32, of positions [B S]; the dimensions of a pair have the same."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.repeat(rope_frequencies(config), 2)
     yarn, scale = config.rope_scaling, 1.0
     if yarn is not None:
         scale = yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
@@ -69,10 +70,20 @@ def softmax_scale(config: Model) -> float:
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotates the pairs (2j, 2j+1) of the last dimension of [B S ... dim] by the table's angles."""
-    cos, sin = (jnp.expand_dims(t, range(2, x.ndim - 1)) for t in table)
-    even, odd = x[..., 0::2].astype(jnp.float32), x[..., 1::2].astype(jnp.float32)
-    return jnp.stack([even * cos - odd * sin, odd * cos + even * sin], axis=-1).reshape(x.shape).astype(x.dtype)
+    """Rotates the pairs (2j, 2j+1) of the last R dimensions of [B ... S H] by the angles of a table [B S R].
+
+    A matrix turns the pairs by a right angle, exactly: taking them apart would cost a TPU several passes over x.
+    """
+    still = x.shape[-1] - table[0].shape[-1]
+    turn = np.zeros((x.shape[-1], x.shape[-1]), np.float32)
+    even = np.arange(still, x.shape[-1], 2)
+    turn[even + 1, even], turn[even, even + 1] = -1, 1
+    turned = jnp.matmul(x, turn.astype(x.dtype), precision=lax.Precision.HIGHEST)
+    cos, sin = (
+        jnp.expand_dims(jnp.pad(t, ((0, 0), (0, 0), (still, 0)), constant_values=fill), range(1, x.ndim - 2))
+        for t, fill in zip(table, (1, 0), strict=True)
+    )
+    return (x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x.dtype)
 
 
 # -------------------------------------------------------------------------------------- cross-entropy

@@ -32,17 +32,14 @@ class KernelError(RuntimeError):
 
 def attend(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
     """As `kernels.attention` without kept values: the output, and the log-sum-exp."""
-    out, lse = jax.vmap(attend_row)(_swapped(q), _swapped(k), _swapped(v), segments)
-    return _swapped(out), lse
+    return jax.vmap(attend_row)(q, k, v, segments)
 
 
 def attend_backward(
     q: Array, k: Array, v: Array, segments: Array, kept: tuple[Array, Array], dout: Array
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v, given what `attend` returned and the gradient of the output."""
-    out, lse = kept
-    q, k, v, out, dout = map(_swapped, (q, k, v, out, dout))
-    return jax.tree.map(_swapped, jax.vmap(attend_row_backward)(q, k, v, segments, (out, lse), dout))
+    return jax.vmap(attend_row_backward)(q, k, v, segments, kept, dout)
 
 
 def attend_row(q: Array, k: Array, v: Array, segments: Array, *, interpret: bool = False) -> tuple[Array, Array]:
@@ -79,11 +76,6 @@ def _splash(heads: int, length: int, interpret: bool):
         save_residuals=True,
         interpret=interpret,
     )
-
-
-def _swapped(x):
-    """[B S N ...] <-> [B N S ...]."""
-    return x.swapaxes(1, 2)
 
 
 @functools.cache
