@@ -59,6 +59,7 @@ class Layer:
 
     stages: tuple[Stage, ...]
     combine: Callable[[Tree], Tree]  # ends the layer; linear
+    uncombine: Callable[[dict[str, Tree], Tree], Tree]  # (kept values of one microbatch, dy) -> the transpose, of dy
     pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument
     observe: Callable[[dict[str, Tree]], Tree]  # metrics read off the kept values of one microbatch
     always: tuple[str, ...] = ()  # kept whatever config says: decisions that a replay must not take again
@@ -146,29 +147,34 @@ class Tape:
         return Tape(inputs, kept)
 
 
-def stagger(fn: Callable[[int, Tree], tuple[Tree, Any]], xs: Microbatches, order: Sequence[int]) -> tuple[list, list]:
-    """Maps `fn(microbatch, x) -> (y, more)` over microbatches, in order; none enters before the previous one has left.
+def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[int]) -> Microbatches:
+    """Maps `fn(microbatch, x)` over microbatches, in order; none enters before the previous one has left.
 
     The barrier ties only the one's output to the next one's input: a barrier over everything
     would make a total order of the layer, and forbid the overlap that the schedule is for.
     """
-    xs, more = list(xs), [None] * len(xs)
+    xs = list(xs)
     for n, i in enumerate(order):
-        y, more[i] = fn(i, xs[i])
+        y = fn(i, xs[i])
         if n + 1 < len(order):
             y, xs[order[n + 1]] = lax.optimization_barrier((y, xs[order[n + 1]]))
         xs[i] = y
-    return xs, more
+    return xs
 
 
 def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tuple[Microbatches, Tape]:
     """One layer. Enters with the combine of microbatch b pending, and leaves so."""
+    inputs, kept = {}, {stage.name: [{}, {}] for stage in layer.stages}
+
+    def run(stage: Stage, i: int, x: Tree) -> Tree:
+        y, kept[stage.name][i] = stage(w[stage.name], x, given[i])
+        return y
+
     a, b = xs
     xs = [a, layer.combine(b)]  # b's combine travels while a attends
-    inputs, kept = {}, {}
     for stage in layer.stages:
         inputs[stage.name] = xs
-        xs, kept[stage.name] = stagger(lambda i, x, s=stage: s(w[s.name], x, given[i]), xs, (0, 1))
+        xs = stagger(functools.partial(run, stage), xs, (0, 1))
     a, b = xs
     return [layer.combine(a), b], Tape(inputs, kept)
 
@@ -176,34 +182,40 @@ def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tupl
 def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microbatches) -> tuple[Microbatches, list]:
     """Replays what was not kept, then pulls the cotangents back through it; b goes first, for time runs backward.
 
-    What a dispatches again travels while b's experts compute, and what b dispatches while a attends.
+        compute | ATTENTION b | ATTENTION a | EXPERTS b   | EXPERTS a   | DISPATCH b | DISPATCH a | ATTENTION b, a
+        comm    | uncombine b | DISPATCH b  | DISPATCH a, | DISPATCH b, | DISPATCH a,
+                |             |             | uncombine a | transposed  | transposed
+
+    A barrier stands where something that travels must have arrived.
 
     Returns:
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents.
     """
-    first, second, *_ = layer.stages
-    pulls = {}
+    last = len(layer.stages) - 1
+    pulls, dws = {}, [{}, {}]
 
-    def entering(stage: Stage, i: int, x: Tree) -> Tree:
-        return tape.inputs[stage.name][i] if stage.name in tape.inputs else x
+    def replay(n: int, i: int, x: Tree) -> Tree:
+        """Stage n of microbatch i -> what enters the next one: kept, or computed again."""
+        stage = layer.stages[n]
+        fn = functools.partial(stage, given=given[i], kept=tape.kept[stage.name][i])
+        y, pulls[n, i] = jax.vjp(lambda w, x: fn(w, x)[0], w[stage.name], x)
+        return tape.inputs[layer.stages[n + 1].name][i] if n < last and layer.stages[n + 1].name in tape.inputs else y
 
-    def replay(stages: Sequence[Stage], i: int, x: Tree) -> Tree:
-        for stage in stages:
-            x = x if stage is stages[0] else entering(stage, i, x)
-            fn = functools.partial(stage, given=given[i], kept=tape.kept[stage.name][i])
-            x, pulls[stage.name, i] = jax.vjp(lambda w, x, fn=fn: fn(w, x)[0], w[stage.name], x)
-        return x
+    def pull(n: int, i: int, dy: Tree) -> Tree:
+        dws[i][layer.stages[n].name], dx = pulls[n, i](dy)
+        return dx
 
-    (a, b), (da, db) = tape.inputs[first.name], dxs
-    b, a = lax.optimization_barrier((entering(second, 1, replay([first], 1, b)), a))
-    (db,) = jax.vjp(layer.combine, replay(layer.stages[1:], 1, b))[1](db)
-    a, db = lax.optimization_barrier((entering(second, 0, replay([first], 0, a)), db))
-    (da,) = jax.vjp(layer.combine, replay(layer.stages[1:], 0, a))[1](da)
-    dxs, dws = [da, db], [{}, {}]
-    for stage in reversed(layer.stages):
-        dxs, found = stagger(lambda i, dy, s=stage: pulls[s.name, i](dy)[::-1], dxs, (1, 0))
-        for dw, of_stage in zip(dws, found, strict=True):
-            dw[stage.name] = of_stage
+    a, b = tape.inputs[layer.stages[0].name]
+    da, db = (layer.uncombine(_merged(tape, i), dx) for i, dx in enumerate(dxs))
+    b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
+    for n in range(1, last + 1):
+        b = replay(n, 1, b)
+    a, db = lax.optimization_barrier((replay(0, 0, a), db))
+    for n in range(1, last + 1):
+        a = replay(n, 0, a)
+    dxs = [da, db]
+    for n in range(last, -1, -1):
+        dxs = stagger(functools.partial(pull, n), dxs, (1, 0))
     return dxs, dws
 
 

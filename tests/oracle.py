@@ -78,7 +78,6 @@ def mla(c, w, x, positions):
     latent = norm(x @ w.kv_down, w.kv_norm, eps)
     rope_key = np.stack([rotate(c, k, p) for k, p in zip(x @ w.k_rope, positions, strict=True)])
     source = x if c.q_lora_rank is None else norm(x @ w.q_down, w.q_norm, eps)
-    project = w.out.reshape(c.num_attention_heads, c.v_head_dim, -1)
     out = np.zeros_like(x)
     for head in range(c.num_attention_heads):
         query = source @ w.q_up[:, head]
@@ -87,7 +86,7 @@ def mla(c, w, x, positions):
         for t, position in enumerate(positions):
             nope, rope = query[t, : c.qk_nope_head_dim], query[t, c.qk_nope_head_dim :]
             q = np.concatenate([nope, rotate(c, rope, position)])
-            out[t] += softmax(keys[: t + 1] @ q * scale) @ values[: t + 1] @ project[head]
+            out[t] += softmax(keys[: t + 1] @ q * scale) @ values[: t + 1] @ w.out[head].T
     return out
 
 

@@ -29,7 +29,7 @@ class Attention:
     k_rope: Tree  # [D qk_rope_head_dim], one for all heads
     k_up: Tree  # [C N qk_nope_head_dim]
     v_up: Tree  # [C N v_head_dim]
-    out: Tree  # [N*v_head_dim D]
+    out: Tree  # [N D v_head_dim]: as TPUs multiply by it
 
 
 def declare(c: Model) -> Attention:
@@ -49,7 +49,7 @@ def declare(c: Model) -> Attention:
         k_rope=matrix(d, c.qk_rope_head_dim),
         k_up=matrix(latent, n, c.qk_nope_head_dim, dims="ioo"),
         v_up=matrix(latent, n, c.v_head_dim, dims="ioo"),
-        out=matrix(n * c.v_head_dim, d),
+        out=Param((n, d, c.v_head_dim), P(None, "fsdp"), "ioi", c.initializer_range),
     )
 
 
@@ -119,8 +119,7 @@ def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tu
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
     q = checkpoint_name(queries(c, w, y, rope), "query")
     out, more = read(q, latents(c, w, y, rope))
-    projection = w.out.reshape(out.shape[1], out.shape[3], -1)
-    return dataclasses.replace(x, h=x.h + jnp.einsum("bnsv,nvd->bsd", out, projection)), more
+    return dataclasses.replace(x, h=x.h + jnp.einsum("bnsv,ndv->bsd", out, w.out)), more
 
 
 def attend(c: Model, w: Attention, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict]:

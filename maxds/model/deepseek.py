@@ -122,13 +122,14 @@ class Network:
         attend = schedule.Stage("attention", functools.partial(attention.attend, c))
         if "mlp" in declared:
             mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
-            return schedule.Layer((attend, mlp), combine=_same, pending=_same, observe=lambda kept: {})
+            return schedule.Layer((attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=lambda kept: {})
         capacity = self.config.schedule.capacity
         dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, capacity))
         experts = schedule.Stage("experts", functools.partial(moe.experts, c))
         return schedule.Layer(
             (attend, dispatch, experts),
             combine=functools.partial(moe.combine, c),
+            uncombine=functools.partial(moe.uncombine, c, capacity),
             pending=functools.partial(moe.pending, c, capacity),
             observe=lambda kept: {"load": moe.load(c, kept["routing"][0])},
             always=("routing",),

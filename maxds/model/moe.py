@@ -10,6 +10,7 @@ other microbatch. Only rounds after the first, which the routing seldom needs, m
 """
 
 import dataclasses
+import functools
 import math
 from typing import Any
 
@@ -313,7 +314,8 @@ def _further_round(rows: int, i, operands, routing: Routing):
     w, y, weights = operands
     route = routes(routing, rows, i, weights.shape)
     x = kernels.rows_of_tokens(all_gather(y), route)
-    return reduce_scatter(kernels.tokens_of_rows(_multiplied(w, x, weights, routing, i)[0], route))
+    found = reduce_scatter(kernels.tokens_of_rows(_multiplied(w, x, weights, routing, i)[0], route))
+    return lax.optimization_barrier(found)  # else the compiler would scatter even the sum over no rounds
 
 
 def _rounds(rows, routing):
@@ -349,7 +351,7 @@ def _all_rounds_backward(residuals, cotangents):
 
     def further(i, grads):
         _, pull = jax.vjp(lambda operands: _further_round(len(rows), i, operands, routing), operands)
-        return jax.tree.map(jnp.add, grads, pull(dmore)[0])
+        return jax.tree.map(jnp.add, grads, lax.optimization_barrier(pull(dmore)[0]))
 
     drows, grads = jax.vjp(first, rows, operands)[1](dout)
     grads = lax.fori_loop(1, _rounds(len(rows), routing), further, grads)
@@ -364,6 +366,12 @@ def combine(c: Model, x: Computed) -> Stream:
     shape = len(x.routing.order) // c.num_experts_per_tok, c.num_experts_per_tok
     partial = kernels.tokens_of_rows(x.rows, routes(x.routing, len(x.rows), 0, shape))
     return dataclasses.replace(x.stream, h=x.stream.h + reduce_scatter(partial).reshape(x.stream.h.shape))
+
+
+def uncombine(c: Model, capacity: float, kept: dict, dy: Stream) -> Computed:
+    """The transpose of `combine`, of a microbatch whose layer kept this."""
+    like = dataclasses.replace(pending(c, capacity, dy), routing=kept["routing"][1])
+    return jax.vjp(functools.partial(combine, c), like)[1](dy)[0]
 
 
 def pending(c: Model, capacity: float, x: Stream) -> Computed:
