@@ -2,7 +2,7 @@
 
 Compiles, on a machine without any TPU, the very train step that `maxds.train` runs there, and prints what it will
 need and cost: memory, FLOPs, traffic, and the time that its schedule takes. `--json=FILE` writes the figures,
-`--plot=FILE.png` draws one layer forward and one backward.
+`--plot=FILE.png` draws one layer forward and one backward, `--aot=FILE` keeps the program for `maxds.train --aot=FILE`.
 
 exit code 0   compiled; it fits                     2   a mistake in the config, mesh or topology, or no libtpu
           1   a defect of maxds or the machine      8   compiled for nothing: it does not fit into the device's memory
@@ -18,7 +18,7 @@ from etils import epath
 from maxds import command, flops, loader
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
-from maxds.aot import fit, hlo, picture, report, timeline, topology
+from maxds.aot import executable, fit, hlo, picture, report, timeline, topology
 from maxds.aot.cost import Costs
 from maxds.aot.network import Network
 from maxds.config import Config
@@ -27,12 +27,13 @@ from maxds.model import tpu
 _TOPOLOGY = flags.DEFINE_string("topology", None, "What to compile for, in chips: tpu7x:4x4x8, v5p:8x8x8, v6e:16x16.")
 _SLICES = flags.DEFINE_integer("slices", 1, "How many such slices; mesh.data crosses them.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures to this file.")
+_AOT = flags.DEFINE_string("aot", None, "Write the compiled step to this file (or gs://…), for maxds.train --aot.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this PNG.")
 
-MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError, tpu.KernelError)
+MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError, tpu.KernelError, executable.ExecutableError)
 USAGE = (
-    "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--json=FILE] [--plot=FILE.png] "
-    "[key=value ...]"
+    "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--aot=FILE] [--json=FILE] "
+    "[--plot=FILE.png] [key=value ...]"
 )
 
 
@@ -46,18 +47,28 @@ def main(args: list[str]) -> int:
         config, _ = loader.load(Config, args[1], args[2:])
         devices = topology.devices(_TOPOLOGY.value, _SLICES.value)
         stepper = step_lib.make(config, mesh_lib.make(config.mesh, devices))
-        found = examine(stepper, _TOPOLOGY.value, _SLICES.value, _PLOT.value)
+        found, compiled = examine(stepper, _TOPOLOGY.value, _SLICES.value, _PLOT.value)
+        print(report.text(found))
+        if _JSON.value is not None:
+            epath.Path(_JSON.value).write_text(json.dumps(found, indent=1) + "\n")
+        if compiled is None:
+            return 8
+        if _AOT.value is not None:
+            size = executable.write(_AOT.value, stepper, compiled)
+            print(f"\n{_AOT.value}: the compiled step, {size:,} bytes, for python -m maxds.train … --aot={_AOT.value}")
     except MISTAKES as error:
         print(error, file=sys.stderr)
         return 2
-    print(report.text(found))
-    if _JSON.value is not None:
-        epath.Path(_JSON.value).write_text(json.dumps(found, indent=1) + "\n")
-    return 0 if found["fit"]["fits"] else 8
+    return 0
 
 
-def examine(stepper: step_lib.Stepper, name: str, slices: int, plot: str | None) -> dict:
+def examine(
+    stepper: step_lib.Stepper, name: str, slices: int, plot: str | None
+) -> tuple[dict, jax.stages.Compiled | None]:
     """Compiles the train step and works out its figures; draws them into the file `plot`.
+
+    Returns:
+      The figures, and the compiled step; None where it does not fit.
 
     Raises:
       MeshError: the compiler does not know an option of `compiler_options`.
@@ -71,7 +82,7 @@ def examine(stepper: step_lib.Stepper, name: str, slices: int, plot: str | None)
         refused = fit.of_error(str(error), arguments)
         if refused is None:
             raise
-        return found | {"fit": report.fit(refused)}
+        return found | {"fit": report.fit(refused)}, None
     module = hlo.parse(compiled.as_text() or "")
     network = Network(stepper.mesh, target.chip, module.partitions)
     walked = timeline.walk(module, Costs(module, target.chip, target.peak), network.route)
@@ -79,7 +90,7 @@ def examine(stepper: step_lib.Stepper, name: str, slices: int, plot: str | None)
     found["cost"] = report.cost(target, module, walked, network)
     if plot is not None:
         picture.write(walked, plot, *_titles(target, found["cost"]))
-    return found
+    return found, compiled
 
 
 def _target(stepper: step_lib.Stepper, name: str, slices: int) -> report.Target:

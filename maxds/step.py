@@ -224,7 +224,11 @@ class Stepper:
         sharding = mesh_lib.replicated(self.mesh)
         return jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding), scalars)
 
-    def compile(self):
+    def lower(self) -> jax.stages.Lowered:
+        """`train_step`, traced and lowered for the devices of the mesh; donates the state."""
+        return self.train.lower(self.abstract_state, self.abstract_batch, self.abstract_mode)
+
+    def compile(self) -> jax.stages.Compiled:
         """`train_step`, compiled; donates the state. The devices may be those of a topology that is not here.
 
         Raises:
@@ -232,7 +236,7 @@ class Stepper:
         """
         kind = self.mesh.devices.flat[0].device_kind
         options = mesh_lib.compiler_options(kind, self.config.compiler_options)
-        lowered = self.train.lower(self.abstract_state, self.abstract_batch, self.abstract_mode)
+        lowered = self.lower()
         try:
             return lowered.compile(compiler_options=options)
         except jax.errors.JaxRuntimeError as error:

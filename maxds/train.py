@@ -1,8 +1,8 @@
-"""The command: python -m maxds.train CONFIG.yaml [key=value ...]
+"""The command: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE]
 
 exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIGINT; saved, resumes when run again
           1   a defect of maxds or the machine     4   loss or gradient stopped being finite
-          2   a mistake in the config, data, mesh or checkpoints, in one message
+          2   a mistake in the config, data, mesh, checkpoints or --aot file, in one message
 """
 
 import sys
@@ -15,12 +15,14 @@ from maxds import checkpoint, command, describe, generate, loader, loop, metrics
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
+from maxds.aot import executable
 from maxds.config import Config
 from maxds.model import tpu
 
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print every key, its value and its origin, and exit.")
 _DESCRIBE = flags.DEFINE_bool("describe", False, "Print parameters, FLOPs and bytes per device, and exit.")
 _DEVICES = flags.DEFINE_integer("devices", None, "For --describe: how many devices the mesh is to cover.")
+_AOT = flags.DEFINE_string("aot", None, "Train with the step that `maxds.compile --aot` left in this file (or gs://…).")
 
 MISTAKES = (
     loader.ConfigError,
@@ -30,16 +32,17 @@ MISTAKES = (
     loop.TermError,
     trained.UseError,
     tpu.KernelError,
+    executable.ExecutableError,
+)
+USAGE = (
+    "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE] [--print_config | --describe [--devices=N]]"
 )
 
 
 def main(args: list[str]) -> int:
     """Runs the command; returns its exit code."""
     if len(args) < 2:
-        print(
-            "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--print_config | --describe [--devices=N]]",
-            file=sys.stderr,
-        )
+        print(USAGE, file=sys.stderr)
         return 2
     try:
         config, tree = loader.load(Config, args[1], args[2:])
@@ -48,7 +51,7 @@ def main(args: list[str]) -> int:
         elif _DESCRIBE.value:
             print(describe.describe(config, _DEVICES.value))
         else:
-            return run(config, loader.render(config, tree))
+            return run(config, loader.render(config, tree), _AOT.value)
     except MISTAKES as error:
         print(error, file=sys.stderr)
         return 2
@@ -58,12 +61,13 @@ def main(args: list[str]) -> int:
     return 0
 
 
-def run(config: Config, text: str) -> int:
-    """Trains; `text` is the config to leave in the run's folder. Returns the exit code."""
+def run(config: Config, text: str, aot: str | None = None) -> int:
+    """Trains; `text` is the config to leave in the run's folder, `aot` a file of the compiled step. The exit code."""
     mesh_lib.use_compile_cache(config.compile_cache)
     mesh_lib.initialize(config.mesh)
     with metrics.Log(config, primary=jax.process_index() == 0) as log:
         stepper, data = make_stepper(config, log), open_data(config, log)
+        program = load_executable(aot, stepper, log) if aot else None
         with checkpoint.open_run(config, log.note) as saved, loop.Stop().listening() as stop:
             with log.phase("state") as phase:
                 state, phase.detail = restore_or_init(saved, stepper, data, log)
@@ -73,8 +77,9 @@ def run(config: Config, text: str) -> int:
                 log.note(f"nothing to do: {config.run_dir} has {done} of steps={config.steps}; raise steps to go on")
                 return 0
             leave_config(config, text)
-            with log.phase("compile") as phase:
-                program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
+            if program is None:
+                with log.phase("compile") as phase:
+                    program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
             log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
             training = loop.Loop(config, stepper, data, saved, log, state, done, program, last_saved=done or None)
             finished = training.run(stop)
@@ -96,6 +101,17 @@ def make_stepper(config: Config, log: metrics.Log) -> step_lib.Stepper:
         axes = " ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
         phase.detail = f"{axes} of {mesh.devices.flat[0].device_kind}"
         return step_lib.make(config, mesh)
+
+
+def load_executable(path: str, stepper: step_lib.Stepper, log: metrics.Log) -> jax.stages.Compiled:
+    """The train step, out of a file.
+
+    Raises:
+      ExecutableError: the file is not that of this step on these devices.
+    """
+    with log.phase("load") as phase:
+        phase.detail = f"{stepper.config.schedule.kind} schedule, compiled ahead: {path}"
+        return executable.load(path, stepper)
 
 
 def open_data(config: Config, log: metrics.Log) -> data_lib.Data:

@@ -24,9 +24,8 @@ def command(*args, program=("-m", "maxds.compile")):
 def compiled(tmp_path_factory):
     """Text and figures of a tiny model on the smallest topology, and the picture."""
     folder = tmp_path_factory.mktemp("compiled")
-    result = command(
-        TINY, "--topology=tpu7x:2x2x1", f"--json={folder}/out.json", f"--plot={folder}/out.png", "loss.balance=0"
-    )
+    files = f"--json={folder}/out.json", f"--plot={folder}/out.png", f"--aot={folder}/out.aot"
+    result = command(TINY, "--topology=tpu7x:2x2x1", *files, "loss.balance=0")
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout, json.loads((folder / "out.json").read_text()), folder / "out.png"
 
@@ -43,6 +42,31 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(compiled):
     assert text.startswith("tpu7x:2x2x1: 8 devices (TPU7x), data=2 fsdp=2 expert=2\n")
     assert "Fit: it fits" in text and "Assumptions" in text
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+LOAD = """
+import sys
+from maxds import loader, mesh, step
+from maxds.aot import executable, topology
+from maxds.config import Config
+
+topology.prepare()
+config, _ = loader.load(Config, sys.argv[1], ["loss.balance=0"])
+stepper = step.make(config, mesh.make(config.mesh, topology.devices("tpu7x:2x2x1")))
+try:
+    executable.load(sys.argv[2], stepper)
+except executable.ExecutableError as error:
+    print(error)
+"""
+
+
+@needs_libtpu
+def test_its_executable_is_known_again_by_another_process_and_loaded_by_devices_only(compiled):
+    text, _, picture = compiled
+    path = picture.with_suffix(".aot")
+    assert text.endswith(f" bytes, for python -m maxds.train … --aot={path}\n")
+    result = command(TINY, path, program=("-c", LOAD))
+    assert result.stdout.startswith(f"--aot={path} cannot be loaded (INVALID_ARGUMENT: PjRtCompiler must be")
 
 
 @needs_libtpu

@@ -13,7 +13,7 @@ PACKAGE = Path(maxds.__file__).parent
 ORDER = """command config nodes loader mesh params schedule
     model model.ops model.kernels model.attention model.moe model.deepseek model.decode
     optimizer step flops describe
-    aot aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.report
+    aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.report
     data checkpoint records metrics report trained generate score loop train
     compile""".split()
 ONLY = {"flops": {"config"}, "schedule": {"params"}}  # less than the order would allow
@@ -62,7 +62,7 @@ WORDS = {
     r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.moe"},
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {
         *("command", "nodes", "loader", "mesh", "data", "checkpoint", "records", "metrics", "report"),
-        *("trained", "generate", "score", "loop", "train", "compile", "aot.topology", "aot.picture"),
+        *("trained", "generate", "score", "loop", "train", "compile", "aot.executable", "aot.topology", "aot.picture"),
     },
 }
 
