@@ -189,12 +189,13 @@ def restore_weights(config: Config, abstract: TrainState, step: int | None = Non
       CheckpointError: the run has no checkpoint (of that step) that can be read.
     """
     unread = jax.tree.map(lambda _: ocp.PLACEHOLDER, abstract.opt_state)
-    with open_run(config, _warn, read_only=True) as saved:
+    with open_run(config, warn, read_only=True) as saved:
         state = saved.restore(dataclasses.replace(abstract, opt_state=unread), lambda about: None, step)
     if state is None:
         raise CheckpointError(f"{config.run_dir} has no checkpoint yet; train it first")
     return state
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Tells of what does not stop a command that has no log."""
     print(text, file=sys.stderr)

@@ -384,7 +384,9 @@ class Config:
     profile: Profile | None = None
     sample: Sample | None = None
     log_every_steps: int = 1
-    compile_cache: str | None = "~/.cache/maxds"  # compiled programs, reused by later runs
+    # A folder of compiled programs and of what else is worked out once. `auto`: RUN/compile_cache where run_dir is in a
+    # bucket, for a restart may be on fresh machines; else ~/.cache/maxds, for new runs on this machine. null: none
+    compile_cache: str | None = "auto"
     # Of the train step, `name=value` each, on top of what mesh.py sets for the kind of device; `name=` drops one.
     compiler_options: tuple[str, ...] = ()
 
@@ -427,3 +429,10 @@ class Config:
                 f"eval.every_steps={self.eval.every_steps} needs data.eval_fraction above 0",
             ),
         )
+
+    @property
+    def compile_cache_dir(self) -> str | None:
+        """Where compiled programs are kept; None: nowhere."""
+        if self.compile_cache != "auto":
+            return self.compile_cache
+        return f"{self.run_dir.rstrip('/')}/compile_cache" if "://" in self.run_dir else "~/.cache/maxds"

@@ -10,7 +10,8 @@ The batch is split over all three.
 import ctypes
 import math
 import os
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -66,11 +67,27 @@ def keep_freed_memory(config: MeshConfig) -> None:
         libc.mallopt(_TRIM_THRESHOLD, -1)
 
 
-def use_compile_cache(folder: str | None) -> None:
-    """Keeps compiled programs in `folder` (or gs://…) for later processes; None: nowhere."""
-    if folder is not None:
-        jax.config.update("jax_compilation_cache_dir", str(epath.Path(folder).expanduser()))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+def use_compile_cache(folder: str | None, warn: Callable[[str], None]) -> str | None:
+    """Keeps compiled programs in `folder` (or gs://…) for later processes.
+
+    Returns:
+      The folder that is used; None where it is to be nowhere, or where nothing can be written to `folder`.
+    """
+    if folder is None:
+        return None
+    path = epath.Path(folder).expanduser()
+    probe = path / f"{uuid.uuid4().hex}.partial"
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except Exception as error:  # whatever the library of a bucket raises: it is no reason not to train
+        reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        warn(f"warning: compile_cache={folder} cannot be written ({reason}) and is not used: every start compiles")
+        return None
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+    return str(path)
 
 
 def _is_one_of_several(environment: Mapping[str, str]) -> bool:

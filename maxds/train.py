@@ -63,10 +63,10 @@ def main(args: list[str]) -> int:
 
 def run(config: Config, text: str, aot: str | None = None) -> int:
     """Trains; `text` is the config to leave in the run's folder, `aot` a file of the compiled step. The exit code."""
-    mesh_lib.use_compile_cache(config.compile_cache)
     mesh_lib.initialize(config.mesh)
     with metrics.Log(config, primary=jax.process_index() == 0) as log:
-        stepper, data = make_stepper(config, log), open_data(config, log)
+        cache = mesh_lib.use_compile_cache(config.compile_cache_dir, log.note)
+        stepper, data = make_stepper(config, log), open_data(config, cache, log)
         program = load_executable(aot, stepper, log) if aot else None
         with checkpoint.open_run(config, log.note) as saved, loop.Stop().listening() as stop:
             with log.phase("state") as phase:
@@ -114,7 +114,7 @@ def load_executable(path: str, stepper: step_lib.Stepper, log: metrics.Log) -> j
         return executable.load(path, stepper)
 
 
-def open_data(config: Config, log: metrics.Log) -> data_lib.Data:
+def open_data(config: Config, cache: str | None, log: metrics.Log) -> data_lib.Data:
     """The data, after a look at what is only needed later: a run that must fail does so before it trains.
 
     Raises:
@@ -122,7 +122,7 @@ def open_data(config: Config, log: metrics.Log) -> data_lib.Data:
       UseError: the sample's prompt does not suit the model.
     """
     with log.phase("data") as phase:
-        data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, config.compile_cache)
+        data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, cache)
         if config.eval.every_steps is not None:
             data.eval_batches(config.eval.batches, jax.process_index(), jax.process_count())
         if config.sample is not None:

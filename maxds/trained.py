@@ -46,9 +46,9 @@ def load(config: Config, folder: str, step: int | None = None) -> tuple[Stepper,
     Raises:
       checkpoint.CheckpointError: the run has no checkpoint (of that step) that can be read.
     """
-    mesh_lib.use_compile_cache(config.compile_cache)
     mesh = _mesh(config)
     stepper = step_lib.make(_for_use(config, folder, mesh), mesh)
+    mesh_lib.use_compile_cache(stepper.config.compile_cache_dir, checkpoint.warn)
     return stepper, checkpoint.restore_weights(stepper.config, stepper.abstract_state, step)
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -96,6 +97,23 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_has_each_step_once(tm
     assert code == 0, err
     steps = [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
+
+
+def test_a_restart_compiles_nothing_that_the_first_start_kept(tmp_path):
+    spoken = {"HOME": str(tmp_path), "JAX_LOG_COMPILES": "1", "JAX_EXPLAIN_CACHE_MISSES": "1"}
+    found = []
+    for _ in range(2):
+        code, _, err = finish(start(tmp_path / "run", "auto", "steps=2", **spoken))
+        assert code == 0, err
+        kept = {path.name for path in (tmp_path / ".cache" / "maxds").iterdir()}
+        hits, misses = (
+            set(re.findall(rf"CACHE {word} for '.*' with key '(.*)'", err, re.I)) for word in ("hit", "miss")
+        )
+        found.append((kept, {f"{key}-cache" for key in hits}, {f"{key}-cache" for key in misses}))
+        shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (kept, _, missed), (_, hit, compiled) = found  # what took no time the first time is not kept
+    assert kept <= missed and kept <= hit and not compiled & kept
+    assert "jit_train_step" in {name.partition("-")[0] for name in kept}
 
 
 def test_mistakes_in_the_config_exit_with_2_and_without_a_traceback(tmp_path, cache):

@@ -94,6 +94,27 @@ def test_a_run_resumes_on_another_mesh(straight, tmp_path, monkeypatch, capsys):
     np.testing.assert_allclose(losses(tmp_path), losses(straight), rtol=1e-5)
 
 
+def test_a_cache_that_cannot_be_written_is_told_and_stops_nothing(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    folder = f"{tmp_path}/file/cache"
+    assert run(tmp_path / "run", f"compile_cache={folder}", "steps=1") == 0
+    note = f"warning: compile_cache={folder} cannot be written (Not a directory) and is not used: every start compiles"
+    assert note in capsys.readouterr().out.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("run_dir", "cache", "folder"),
+    [
+        ("gs://bucket/runs/a/", "auto", "gs://bucket/runs/a/compile_cache"),
+        ("runs/a", "auto", "~/.cache/maxds"),
+        ("gs://bucket/runs/a", "/mnt/cache", "/mnt/cache"),
+        ("gs://bucket/runs/a", "null", None),
+    ],
+)
+def test_the_cache_of_a_run_in_a_bucket_is_in_the_bucket(run_dir, cache, folder):
+    assert load(run_dir, f"compile_cache={cache}")[0].compile_cache_dir == folder
+
+
 def test_a_finished_run_has_nothing_to_do(straight, capsys):
     assert run(straight) == 0
     assert "nothing to do" in capsys.readouterr().out

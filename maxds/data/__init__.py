@@ -10,10 +10,10 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import grain
 import numpy as np
+from etils import epath
 
 from maxds import config as config_lib
 from maxds.data.error import DataError
@@ -82,7 +82,7 @@ class Data:
         return iter(mine.to_iter_dataset(grain.ReadOptions(num_threads=workers, prefetch_buffer_size=2 * workers)))
 
 
-def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: str | Path | None) -> Data:
+def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: epath.PathLike | None) -> Data:
     """Opens and measures every source, and splits it into documents to train on and documents held out.
 
     Whether a document is held out depends on its path within the source's folder, or its number, only.
@@ -91,7 +91,7 @@ def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: st
         config: what to read.
         vocab_size: of the model; every token id is below it.
         seed: of the order of the training rows.
-        cache_dir: where the lengths of documents are kept for later runs; None: nowhere.
+        cache_dir: a folder (or gs://…) where the lengths of documents are kept for later runs; None: nowhere.
 
     Raises:
         DataError: a source or the tokenizer cannot be used, or there is too little data for a batch.
@@ -103,7 +103,7 @@ def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: st
             f"data.tokenizer={config.tokenizer} has ids up to {tokenizer.vocab_size - 1}, beyond "
             f"model.vocab_size={vocab_size}; raise it to {tokenizer.vocab_size} or more"
         )
-    cache = Path(cache_dir).expanduser() if cache_dir else None
+    cache = epath.Path(cache_dir) if cache_dir else None
     sources = [open_documents(s, tokenizer, vocab_size, cache, config.workers) for s in config.sources]
     train = [_rows(config, documents, f"train/{seed}/{i}") for i, documents in enumerate(sources)]
     _check_enough(config, train)

@@ -12,9 +12,8 @@ import fnmatch
 import functools
 import hashlib
 import json
-import os
 import sysconfig
-import tempfile
+import uuid
 import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 
 from maxds import config
 from maxds.data.error import DataError
@@ -39,7 +39,7 @@ class Documents:
 
 
 def open_documents(
-    source: config.Source, tokenizer: Tokenizer, vocab_size: int, cache_dir: Path | None, workers: int
+    source: config.Source, tokenizer: Tokenizer, vocab_size: int, cache_dir: epath.Path | None, workers: int
 ) -> Documents:
     """Opens one source; `workers` threads tokenize or measure it.
 
@@ -162,7 +162,7 @@ def _walk(root: Path, pattern: str) -> list[tuple[str, Path]]:
 # ------------------------------------------------------------------------------ tfds, arrayrecord
 
 
-def _records(source: config.Source, tokenizer: Tokenizer, cache_dir: Path | None, workers: int) -> Documents:
+def _records(source: config.Source, tokenizer: Tokenizer, cache_dir: epath.Path | None, workers: int) -> Documents:
     files = _find_files(source.path, source.pattern)
     count, text = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
     origin = f"{source.kind} {', '.join(source.path)}"
@@ -234,14 +234,16 @@ def _measure(tokens: Callable[[int], np.ndarray], count: int, workers: int) -> n
         return np.concatenate([np.empty((0, 2), np.int64), *pool.map(measure, range(0, count, chunk))]).T
 
 
-def _cached(path: Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
+def _cached(path: epath.Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
     """Returns what `path` holds, or else computes it and writes it there, whole or not at all."""
     if path is None:
         return compute()
     if not path.exists():
         computed = compute()
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, suffix=".partial", delete=False) as partial:
-            np.save(partial, computed)
-        os.replace(partial.name, path)
-    return np.load(path)
+        partial = path.parent / f"{uuid.uuid4().hex}.partial"  # other processes may be writing the same
+        with partial.open("wb") as file:
+            np.save(file, computed)
+        partial.replace(path)
+    with path.open("rb") as file:
+        return np.load(file)
