@@ -3,12 +3,14 @@
 Compiles, on a machine without any TPU, the very train step that `maxds.train` runs there, and prints what it will
 need and cost: memory, FLOPs, traffic, and the time that its schedule takes. `--json=FILE` writes the figures,
 `--plot=FILE.png` draws one layer forward and one backward, `--aot=FILE` keeps the program for `maxds.train --aot=FILE`.
+Of what does not fit, it prints the changes that should; `--fix` compiles these, the cheapest first, until one does.
 
 exit code 0   compiled; it fits                     2   a mistake in the config, mesh or topology, or no libtpu
           1   a defect of maxds or the machine      8   compiled for nothing: it does not fit into the device's memory
 """
 
 import json
+import shlex
 import sys
 
 import jax
@@ -18,7 +20,7 @@ from etils import epath
 from maxds import command, flops, loader
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
-from maxds.aot import executable, fit, hlo, picture, report, timeline, topology
+from maxds.aot import executable, fit, hlo, picture, remedies, report, timeline, topology
 from maxds.aot.cost import Costs
 from maxds.aot.network import Network
 from maxds.config import Config
@@ -27,13 +29,14 @@ from maxds.model import tpu
 _TOPOLOGY = flags.DEFINE_string("topology", None, "What to compile for, in chips: tpu7x:4x4x8, v5p:8x8x8, v6e:16x16.")
 _SLICES = flags.DEFINE_integer("slices", 1, "How many such slices; mesh.data crosses them.")
 _JSON = flags.DEFINE_string("json", None, "Write the figures to this file.")
+_FIX = flags.DEFINE_bool("fix", False, "Where it does not fit, compile the changes that should, until one does.")
 _AOT = flags.DEFINE_string("aot", None, "Write the compiled step to this file (or gs://…), for maxds.train --aot.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this PNG.")
 
 MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError, tpu.KernelError, executable.ExecutableError)
 USAGE = (
-    "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--aot=FILE] [--json=FILE] "
-    "[--plot=FILE.png] [key=value ...]"
+    "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--fix] [--aot=FILE] "
+    "[--json=FILE] [--plot=FILE.png] [key=value ...]"
 )
 
 
@@ -44,11 +47,12 @@ def main(args: list[str]) -> int:
         return 2
     topology.prepare()
     try:
-        config, _ = loader.load(Config, args[1], args[2:])
-        devices = topology.devices(_TOPOLOGY.value, _SLICES.value)
-        stepper = step_lib.make(config, mesh_lib.make(config.mesh, devices))
-        found, compiled = examine(stepper, _TOPOLOGY.value, _SLICES.value, _PLOT.value)
-        print(report.text(found))
+        found, stepper, compiled = attempt(args[1], args[2:])
+        for remedy in found.get("remedies", ()) if _FIX.value else ():
+            print(f"\nwith {shlex.join(remedy['overrides'])}\n")
+            found, stepper, compiled = attempt(args[1], [*args[2:], *remedy["overrides"]])
+            if compiled is not None:
+                break
         if _JSON.value is not None:
             epath.Path(_JSON.value).write_text(json.dumps(found, indent=1) + "\n")
         if compiled is None:
@@ -60,6 +64,16 @@ def main(args: list[str]) -> int:
         print(error, file=sys.stderr)
         return 2
     return 0
+
+
+def attempt(path: str, overrides: list[str]) -> tuple[dict, step_lib.Stepper, jax.stages.Compiled | None]:
+    """Compiles the step of a config, and prints the report; as `examine`, with the stepper."""
+    config, _ = loader.load(Config, path, overrides)
+    devices = topology.devices(_TOPOLOGY.value or "", _SLICES.value)
+    stepper = step_lib.make(config, mesh_lib.make(config.mesh, devices))
+    found, compiled = examine(stepper, _TOPOLOGY.value or "", _SLICES.value, _PLOT.value)
+    print(report.text(found))
+    return found, stepper, compiled
 
 
 def examine(
@@ -82,7 +96,8 @@ def examine(
         refused = fit.of_error(str(error), arguments)
         if refused is None:
             raise
-        return found | {"fit": report.fit(refused)}, None
+        cheapest = remedies.changes(stepper, target.chip, target.peak, refused.total - refused.limit)
+        return found | {"fit": report.fit(refused), "remedies": report.remedies(cheapest, refused)}, None
     module = hlo.parse(compiled.as_text() or "")
     network = Network(stepper.mesh, target.chip, module.partitions)
     walked = timeline.walk(module, Costs(module, target.chip, target.peak), network.route)

@@ -45,7 +45,7 @@ def describe(config: Config, devices: int | None = None) -> str:
             *table((f"training FLOPs of a token at {length}", "GFLOP", "share"), _flops(config.model, length)),
             f"({flops.FORMULA})",
             "",
-            *table((f"a device of {mesh}{assumed}", "bytes", "GiB"), _bytes(config, declared, axes)),
+            *table((f"a device of {mesh}{assumed}", "bytes", "GiB"), _bytes(held(config, axes))),
             "(activations, and what the compiler adds, come on top)",
         ]
     )
@@ -121,8 +121,14 @@ def _flops(model: Model, length: int) -> Iterator[Row]:
             yield name, f"{count / 1e9:,.4f}", f"{count / blocks['total']:.1%}"
 
 
-def _bytes(config: Config, declared: Tree, axes: dict[str, int]) -> Iterator[Row]:
-    """What a device holds for a whole step, as far as the declaration says it."""
+def _bytes(held: dict[str, int]) -> Iterator[Row]:
+    for name, size in (held | {"sum": sum(held.values())}).items():
+        yield name, f"{size:,}", f"{size / 2**30:,.2f}"
+
+
+def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
+    """Bytes that a device of a mesh of these axes holds for a whole step, by kind, as far as the declaration says."""
+    declared = deepseek.declare(config.model)
     precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
     local = params_lib.derive(lambda p: _part(p, axes, precision.params), declared)
     # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.
@@ -134,15 +140,13 @@ def _bytes(config: Config, declared: Tree, axes: dict[str, int]) -> Iterator[Row
         whole, dtype = axes | {"fsdp": 1}, precision.compute
         return _size(params_lib.derive(lambda p: _part(p, whole, "float32" if p.float32 else dtype), weights))
 
-    held = {
+    return {
         f"parameters, {precision.params}": _size(local),
         f"optimizer state, {kind} in {state}": _size(moments),
         "gradients" + (", of a part and of those before" if sums == 2 else ""): sums * _size(local),
         "embedding and head, gathered": gathered((declared.embed, declared.norm, declared.head)),
         f"MoE layers gathered at a time: {layers}": layers * gathered(params_lib.unstacked(declared.moe_layers)),
     }
-    for name, size in (held | {"sum": sum(held.values())}).items():
-        yield name, f"{size:,}", f"{size / 2**30:,.2f}"
 
 
 def _part(p: Param, axes: dict[str, int], dtype: str) -> jax.ShapeDtypeStruct:

@@ -130,6 +130,11 @@ class Tape:
     inputs: dict[str, Microbatches]  # of stages; the replay of the stage before brings what is not here
     kept: dict[str, list[dict[str, Tree]]]  # of each stage, by microbatch
 
+    def named(self, microbatch: int) -> dict[str, Tree]:
+        """What is here of a microbatch, by the names of config."""
+        inputs = {input_name(stage): xs[microbatch] for stage, xs in self.inputs.items()}
+        return inputs | _merged(self, microbatch)
+
     def only(self, names: Sequence[str]) -> "Tape":
         """Without what is not named."""
         inputs = {stage: xs for stage, xs in self.inputs.items() if input_name(stage) in names}

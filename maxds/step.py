@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxds import mesh as mesh_lib
 from maxds import optimizer, params
-from maxds.config import Config
+from maxds.config import STAGE_NAMES, Config
 from maxds.model import deepseek
 from maxds.params import Tree
 
@@ -173,6 +173,28 @@ class Stepper:
     def train(self):
         """`train_step`, jitted; donates the state."""
         return jax.jit(self.train_step, donate_argnums=0)
+
+    @functools.cached_property
+    def kept_bytes(self) -> dict[str, int]:
+        """What each name of `schedule.keep` takes of a device while a part of the batch is on its way; nothing runs."""
+        model, parts = self.config.model, self.config.optimizer.accumulate_steps
+        part = {
+            k: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype) for k, a in self.abstract_batch.items()
+        }
+        specs = params.specs(self.network.declared), P(), mesh_lib.BATCH
+        tapes = jax.shard_map(self.network.tapes, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)
+        found = jax.eval_shape(tapes, self.abstract_state.params, self.abstract_state.router_bias, part)
+        layers = {
+            "dense_layers": model.first_k_dense_replace,
+            "moe_layers": model.num_moe_layers + model.num_nextn_predict_layers,
+        }
+        total: dict[str, int] = dict.fromkeys(STAGE_NAMES, 0)
+        for stack, tape in found.items():
+            for name, value in tape.named(0).items():
+                if name in total:
+                    size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(value))
+                    total[name] += layers[stack] * self.network.microbatches * size
+        return total
 
     # ------------------------------------------------------------------------ evaluation
 

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -136,8 +137,27 @@ def test_without_the_kernel_of_tokamax_the_remedy_is_named():
     assert "the tokamax of Python 3.12" in result.stderr and "Traceback" not in result.stderr
 
 
+REPLICAS = ["mesh={data: 8, fsdp: 1, expert: 1}", "model.hidden_size=1024", "model.moe_intermediate_size=2048"]
+
+
 @needs_libtpu
-def test_what_does_not_fit_is_a_result():
-    result = command(TINY, "--topology=v6e:2x4", "model.vocab_size=50_000_000")
+def test_what_does_not_fit_is_a_result_and_what_should_is_told(tmp_path):
+    layers = "model.num_hidden_layers=64"
+    result = command(TINY, "--topology=v6e:2x4", f"--json={tmp_path}/out.json", *REPLICAS, layers)
     assert (result.returncode, result.stderr) == (8, "")
     assert "it DOES NOT FIT, by " in result.stdout
+    found = json.loads((tmp_path / "out.json").read_text())
+    (remedy,) = found["remedies"]  # 40 GiB of arguments: no other change alone saves enough
+    assert remedy["overrides"] == ["mesh.data=2", "mesh.fsdp=4"]
+    assert remedy["total"] == found["fit"]["total"] - remedy["saved"] < found["fit"]["limit"]
+    assert re.search(r"what should fit.*\n  mesh\.data=2 mesh\.fsdp=4 +39\.\d+ ", result.stdout)
+
+
+@pytest.mark.aot
+@needs_libtpu
+def test_what_should_fit_does_when_it_is_compiled(tmp_path):
+    args = TINY, "--topology=v6e:2x4", "--fix", f"--json={tmp_path}/out.json", *REPLICAS, "model.num_hidden_layers=64"
+    result = command(*args)
+    assert (result.returncode, result.stderr) == (0, "")
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["fit"]["fits"] and found["mesh"] == {"data": 2, "fsdp": 4, "expert": 1}

@@ -13,7 +13,8 @@ PACKAGE = Path(maxds.__file__).parent
 ORDER = """command config nodes loader mesh params schedule
     model model.ops model.kernels model.attention model.moe model.deepseek model.decode
     optimizer step flops describe
-    aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.report
+    aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
+    aot.report
     data checkpoint records metrics report trained generate score loop train
     compile""".split()
 ONLY = {"flops": {"config"}, "schedule": {"params"}}  # less than the order would allow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import shlex
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -14,11 +15,16 @@ from maxds.aot.cost import BASES
 from maxds.aot.fit import Buffer, Fit
 from maxds.aot.hlo import COLLECTIVES, Instruction, Module
 from maxds.aot.network import Network
+from maxds.aot.remedies import Change
 from maxds.aot.timeline import Tally, Timeline, stage
 from maxds.aot.topology import GIB, Chip
 from maxds.config import Config
 
 _ROOT = maxds.__path__[0].removesuffix("maxds")
+REMEDIES = (
+    "computed from shapes, not compiled: of state, sums of gradients and what layers keep; all else is taken to stay;",
+    "compile again to be sure (--fix does). The time is that of recomputation, host memory and weights, at full rates",
+)
 OLD_JAX = (
     "JAX 0.10's compiler for TPU multiplies every row by every expert in the weight gradient of a grouped matmul; "
     "train, and predict, with JAX 0.12"
@@ -70,6 +76,11 @@ def fit(found: Fit, module: Module | None = None) -> dict:
         data["buffers_method"] = fit_lib.ESTIMATE
         data["buffers"] = [_buffer(module, b) for b in buffers]
     return data
+
+
+def remedies(changes: list[Change], refused: Fit) -> list[dict]:
+    """Changes to the config after which a step that was refused should fit."""
+    return [dataclasses.asdict(c) | {"total": refused.total - c.saved} for c in changes]
 
 
 def _buffer(module: Module, b: Buffer) -> dict:
@@ -232,6 +243,8 @@ def text(data: dict) -> str:
     blocks = [_head(data), _fit_text(data["fit"])]
     if data["fit"]["allocations"]:
         blocks.append(_allocations_text(data["fit"]["allocations"]))
+    if "remedies" in data:
+        blocks.append(_remedies_text(data["remedies"], data["fit"]["limit"]))
     if "cost" in data:
         blocks += [_buffers_text(data["fit"]), _cost_text(data["cost"]), _collectives_text(data["cost"])]
         blocks += [_worst_text(data["cost"]), _basis_text(data["cost"])]
@@ -282,6 +295,16 @@ def _allocations_text(allocations: list[dict]) -> str:
     rows = [("largest temporaries, as the compiler reports them", "GiB", "shape")]
     rows += [(_short(_within(a["op_name"]), 90), _gib(a["bytes"]), a["shape"]) for a in allocations]
     return _rows(rows)
+
+
+def _remedies_text(changes: list[dict], limit: float) -> str:
+    if not changes:
+        return "Nothing fits of what can be computed without compiling: take more devices, or a smaller model or batch"
+    rows = [("what should fit: add to the command", "GiB less", "GiB left", "ms a step more", "")]
+    for c in changes:
+        amounts = _gib(c["saved"]), _gib(limit - c["total"]), _ms(c["seconds"])
+        rows.append((shlex.join(c["overrides"]), *amounts, "rounds the moments" if c["rounds"] else ""))
+    return "\n".join([_rows(rows), *(f"  {line}" for line in REMEDIES)])
 
 
 def _within(op_name: str) -> str:

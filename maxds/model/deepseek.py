@@ -153,6 +153,20 @@ class Network:
             xs, seen = chain(weights.moe_layers, bias.get("moe_layers"), xs, contexts)
         return xs, contexts, seen["load"]
 
+    def tapes(self, weights: Weights, bias: dict, batch: dict) -> dict[str, schedule.Tape]:
+        """Stack -> what one of its layers could hand to its backward pass, of one microbatch twice: for its shapes."""
+        table, _, _ = self.outer(weights)
+        first = self.split(batch)[0]
+        x, context = Stream(self.embed(table, first["tokens"]), jnp.zeros((), jnp.float32)), self.context(first)
+        found = {}
+        for stack in [s for s in ("dense_layers", "moe_layers") if getattr(weights, s) is not None]:
+            declared = params_lib.unstacked(getattr(self.declared, stack))
+            shards, layer_bias = schedule.at((getattr(weights, stack), bias.get(stack)), 0)
+            w, layer = self.exchange(declared).gather(shards), self.layer(declared)
+            given = [schedule.Given(layer_bias, context)] * 2
+            _, found[stack] = schedule.forward(layer, w, given, [x, layer.pending(x)])
+        return found
+
     def context(self, batch: dict) -> Context:
         """What the layers are given of a microbatch."""
         return Context(batch["segments"], ops.rope_table(self.model, batch["positions"]))

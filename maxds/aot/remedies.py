@@ -1,0 +1,192 @@
+"""What would fit, where a step does not: changes to its config, by what they save and cost, from shapes alone.
+
+A change saves what it takes away of the state, of the sums of gradients, and of what layers keep for their backward
+pass. All else that the compiler needs is taken to stay, though smaller parts of a batch need less of it; and what is
+saved is taken to be there at the peak. So a compilation has the last word.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
+
+from maxds import describe, params
+from maxds import mesh as mesh_lib
+from maxds.aot.network import Network
+from maxds.aot.topology import Chip
+from maxds.config import STAGE_NAMES, Config, Mesh, Optimizer, Schedule
+from maxds.step import Stepper
+
+Setting = dict[str, dict[str, Any]]
+"""Section of the config -> key -> value."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Change:
+    """A change after which a step should fit."""
+
+    overrides: tuple[str, ...]  # to type
+    saved: float  # bytes of a device
+    seconds: float  # that a step takes longer, at full rates
+    rounds: bool  # whether it trains with other numbers
+
+
+def changes(stepper: Stepper, chip: Chip, peak: float, missing: float) -> list[Change]:
+    """The cheapest change of each kind that saves `missing` bytes or more, and of kinds together where none does alone.
+
+    Args:
+      stepper: of the step that does not fit.
+      chip: what it is compiled for.
+      peak: FLOP/s of a device.
+      missing: bytes of a device.
+    """
+    budget = _Budget(stepper, chip, peak)
+    config = stepper.config
+    levers = [tuple(lever) for lever in (_schedules(config), _parts(stepper), _dtypes(config), _meshes(stepper))]
+    found: dict[frozenset[int], Change] = {}
+    for count in range(1, len(levers) + 1):
+        for chosen in map(frozenset, itertools.combinations(range(len(levers)), count)):
+            if any(enough < chosen for enough in found):
+                continue
+            tried = (budget.change(settings) for settings in itertools.product(*(levers[i] for i in chosen)))
+            if fitting := [change for change in tried if change.saved >= missing]:
+                found[chosen] = min(fitting, key=lambda change: (change.seconds, -change.saved))
+    return sorted(found.values(), key=lambda change: (change.rounds, change.seconds))
+
+
+def _changed(config: Config, settings: tuple[Setting, ...]) -> Config:
+    for setting in settings:
+        sections = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in setting.items()}
+        config = dataclasses.replace(config, **sections)
+    return config
+
+
+def _overrides(config: Config, settings: tuple[Setting, ...]) -> Iterator[str]:
+    for section, keys in (item for setting in settings for item in setting.items()):
+        for key, value in keys.items():
+            if value != getattr(getattr(config, section), key):
+                text = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+                yield f"{section}.{key}={text}"
+
+
+# ----------------------------------------------------------------------------------------- levers
+
+
+def _schedules(config: Config) -> Iterator[Setting]:
+    """What layers keep on the device sent to host memory, or computed again; their inputs can only be sent."""
+    schedule, inputs = config.schedule, "attention_input"
+    choices = [[(name, to) for to in ("keep", "offload", "drop")] for name in _on_device(schedule) if name != inputs]
+    if inputs in _on_device(schedule):
+        choices.append([(inputs, "keep"), (inputs, "offload")])
+    for choice in map(dict, itertools.product(*choices)):
+        keep = tuple(name for name in schedule.keep if choice.get(name, "keep") == "keep")
+        sent = tuple(name for name, to in choice.items() if to == "offload")
+        if set(choice.values()) != {"keep"}:
+            yield {"schedule": {"keep": keep, "offload": schedule.offload + sent}}
+
+
+def _parts(stepper: Stepper) -> Iterator[Setting]:
+    """More and smaller parts of a batch."""
+    parts = stepper.config.optimizer.accumulate_steps
+    rows = stepper.config.data.global_batch // stepper.mesh.size // stepper.network.microbatches
+    for more in range(parts + 1, rows + 1):
+        if rows % more == 0:
+            yield {"optimizer": {"accumulate_steps": more}}
+
+
+def _dtypes(config: Config) -> Iterator[Setting]:
+    """Moments of half the size."""
+    if config.optimizer.state_dtype == "float32":
+        yield {"optimizer": {"state_dtype": "bfloat16"}}
+
+
+def _meshes(stepper: Stepper) -> Iterator[Setting]:
+    """Fewer replicas of the weights, each over more devices."""
+    data, fsdp = stepper.mesh.shape["data"], stepper.mesh.shape["fsdp"]
+    slices = len({getattr(d, "slice_index", 0) for d in stepper.mesh.devices.flat})
+    for fewer in range(data - 1, 0, -1):
+        wider = fsdp * data // fewer
+        if data % fewer == 0 and fewer % slices == 0:
+            with contextlib.suppress(mesh_lib.MeshError):
+                params.check(stepper.network.declared, dict(stepper.mesh.shape) | {"data": fewer, "fsdp": wider})
+                yield {"mesh": {"data": fewer, "fsdp": wider}}
+
+
+# -------------------------------------------------------------------------------- what they save and cost
+
+
+def _on_device(schedule: Schedule) -> list[str]:
+    """What layers keep in the device's memory, of what can be measured."""
+    chosen = [name for name in schedule.on_device if name in STAGE_NAMES and name != "attention_input"]
+    always = schedule.kind == "batch_split" and "attention_input" not in schedule.offload
+    return [*chosen, "attention_input"] if always else chosen
+
+
+class _Budget:
+    """Bytes and seconds of a device, as far as they change with the config."""
+
+    def __init__(self, stepper: Stepper, chip: Chip, peak: float):
+        self.stepper, self.config, self.chip, self.peak = stepper, stepper.config, chip, peak
+        self.held, self.travelling = functools.cache(self._held), functools.cache(self._travelling)
+
+    def change(self, settings: tuple[Setting, ...]) -> Change:
+        """What comes of these settings."""
+        changed = _changed(self.config, settings)
+        return Change(
+            overrides=tuple(_overrides(self.config, settings)),
+            saved=self.bytes(self.config) - self.bytes(changed),
+            seconds=self.seconds(changed) - self.seconds(self.config),
+            rounds=changed.optimizer.state_dtype != self.config.optimizer.state_dtype,
+        )
+
+    def bytes(self, config: Config) -> float:
+        """In HBM: the state, the sums of gradients, and what layers keep while a part of the batch is on its way."""
+        smaller = self.config.optimizer.accumulate_steps / config.optimizer.accumulate_steps
+        kept = sum(self.stepper.kept_bytes[name] for name in _on_device(config.schedule))
+        return self.held(config.optimizer, config.mesh) + kept * smaller
+
+    def seconds(self, config: Config) -> float:
+        """Of a step: what is computed again, what goes to host memory and comes back, and what weights travel."""
+        parts, schedule, data = config.optimizer.accumulate_steps, config.schedule, config.data
+        tokens = data.global_batch * data.sequence_length / self.stepper.mesh.size
+        again = sum(n for name, n in _flops(config).items() if name not in (*schedule.keep, *schedule.offload))
+        sent = sum(self.stepper.kept_bytes.get(name, 0) for name in schedule.offload)
+        sent *= self.config.optimizer.accumulate_steps  # of all parts
+        return tokens * again / self.peak + 2 * sent / self.chip.host + parts * self.travelling(config.mesh)
+
+    def _held(self, chosen: Optimizer, mesh: Mesh) -> float:
+        config = dataclasses.replace(self.config, optimizer=chosen, mesh=mesh)
+        return sum(describe.held(config, mesh_lib.sizes(mesh, self.stepper.mesh.size)).values())
+
+    def _travelling(self, mesh: Mesh) -> float:
+        """Seconds in which the weights of all layers are gathered twice, and their gradients scattered."""
+        made = mesh_lib.make(mesh, list(self.stepper.mesh.devices.flat))
+        slices = len({getattr(d, "slice_index", 0) for d in made.devices.flat})
+        ways, precision = made.shape["fsdp"], self.config.precision
+        if ways == 1:
+            return 0.0
+        link = Network(made, self.chip, made.size // slices).link(("fsdp",))
+        size = 2 * jnp.dtype(precision.compute).itemsize + jnp.dtype(precision.reduce).itemsize
+        split = [p for p in params.flatten(self.stepper.network.declared).values() if "fsdp" in p.spec]
+        numbers = sum(p.size // (made.shape["expert"] if "expert" in p.spec else 1) for p in split)
+        return numbers * size * (ways - 1) / ways / link.bandwidth
+
+
+def _flops(config: Config) -> dict[str, float]:
+    """FLOPs of a token, over all layers, for what is computed again where a name is not kept."""
+    m, dense, modules = config.model, config.model.first_k_dense_replace, config.model.num_nextn_predict_layers
+    sparse = m.num_moe_layers + modules
+    out = 2.0 * m.num_attention_heads * m.v_head_dim * m.hidden_size
+    pairs = m.num_attention_heads * (m.qk_head_dim + m.v_head_dim) * config.data.sequence_length
+    rows = m.num_experts_per_tok * max(config.schedule.capacity, 1.0)
+    return {
+        "attention": (dense + sparse) * pairs,
+        "mlp_input": dense * out,
+        "mlp_up": dense * 4.0 * m.hidden_size * m.intermediate_size,
+        "dispatch_input": sparse * out,
+        "expert_up": sparse * rows * 4.0 * m.hidden_size * m.moe_intermediate_size,
+    }

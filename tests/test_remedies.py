@@ -1,0 +1,117 @@
+"""What would fit: bytes and seconds of a change, against sums worked out here from the shapes of a model."""
+
+import dataclasses
+import itertools
+import math
+import types
+
+import jax
+import pytest
+import tiny
+
+from maxds.aot import remedies, topology
+
+CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 4)  # host memory moves 1 GB/s
+PEAK = 1e12
+MESH = (2, 2, 2)
+
+
+@pytest.fixture(autouse=True)
+def links(monkeypatch):
+    """All links are infinitely fast: CPU devices have no place in a torus."""
+    link = types.SimpleNamespace(bandwidth=math.inf)
+    monkeypatch.setattr(remedies, "Network", lambda *_: types.SimpleNamespace(link=lambda axes: link))
+
+
+def kept(config):
+    """Name -> bytes of a device in float32, of all layers, for one part of a batch."""
+    m, tokens = config.model, tiny.ROWS * tiny.LENGTH // 8 // config.optimizer.accumulate_steps
+    heads, dense, sparse = m.num_attention_heads, m.first_k_dense_replace, m.num_moe_layers + m.num_nextn_predict_layers
+    parts = 2 if config.schedule.kind == "batch_split" else 1
+    pairs = tokens // parts * 2 * m.num_experts_per_tok  # of a microbatch: `expert` brings those of two devices
+    rows = parts * min(math.ceil(pairs / 2 * config.schedule.capacity / 8) * 8, pairs)
+    stream = tokens * m.hidden_size + parts  # and the balance loss so far, a number
+    numbers = {
+        "attention_input": (dense + sparse) * stream,
+        "attention": (dense + sparse) * tokens * heads * (m.v_head_dim + 1),  # and the log-sum-exp
+        "mlp_input": dense * stream,
+        "mlp_up": dense * tokens * 2 * m.intermediate_size,
+        "dispatch_input": sparse * stream,
+        "expert_up": sparse * rows * 2 * m.moe_intermediate_size,
+    }
+    return {name: 4 * count for name, count in numbers.items()}
+
+
+def held(config):
+    """Bytes of a device: the state, sums of gradients, and what is kept in its memory."""
+    stepper, schedule = tiny.stepper(config), config.schedule
+
+    def size(tree):
+        return sum(math.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(tree))
+
+    sums = 2 if config.optimizer.accumulate_steps > 1 else 1
+    names = {"attention_input", *schedule.keep} - set(schedule.offload)
+    state = stepper.abstract_state
+    return size((state.params, state.opt_state)) + sums * size(state.params) + sum(kept(config)[n] for n in names)
+
+
+@pytest.mark.parametrize("kind", ["plain", "batch_split"])
+def test_what_is_kept_is_measured_by_name(kind):
+    config = tiny.config(kind=kind, mesh=MESH)
+    assert tiny.stepper(config).kept_bytes == kept(config)
+
+
+BASE = tiny.config(kind="batch_split", mesh=MESH)
+
+
+def changed(change):
+    """The config with the overrides of a change, read as the command line would."""
+    config = BASE
+    for override in change.overrides:
+        path, text = override.split("=")
+        section, key = path.split(".")
+        old = getattr(getattr(config, section), key)
+        value = tuple(filter(None, text[1:-1].split(","))) if text[0] == "[" else type(old)(text)
+        config = dataclasses.replace(config, **{section: dataclasses.replace(getattr(config, section), **{key: value})})
+    return config
+
+
+@pytest.mark.parametrize("missing", [1, 5_000, 20_000, 40_000, 50_000])
+def test_every_change_saves_what_its_config_needs_less(missing):
+    found = remedies.changes(tiny.stepper(BASE), CHIP, PEAK, missing)
+    kinds = [frozenset(override.partition("=")[0] for override in change.overrides) for change in found]
+    assert found and len(set(kinds)) == len(kinds)
+    for change in found:
+        assert change.saved == held(BASE) - held(changed(change)) >= missing
+
+
+def test_the_cheapest_of_a_kind_is_found():
+    """Of all ways to drop or to send what layers keep that save so much, the one of the least seconds."""
+    missing, m, tokens = 4000, BASE.model, tiny.ROWS * tiny.LENGTH / 8
+    dense, sparse = m.first_k_dense_replace, m.num_moe_layers + m.num_nextn_predict_layers
+    scores = m.num_attention_heads * (m.qk_head_dim + m.v_head_dim) * tiny.LENGTH / 2
+    output = m.num_attention_heads * m.v_head_dim * m.hidden_size
+    routed = BASE.schedule.capacity * m.num_experts_per_tok
+    multiplies = {
+        "attention": (dense + sparse) * scores,
+        "mlp_input": dense * output,
+        "mlp_up": dense * 2 * m.hidden_size * m.intermediate_size,
+        "dispatch_input": sparse * output,
+        "expert_up": sparse * routed * 2 * m.hidden_size * m.moe_intermediate_size,
+    }
+    size = kept(BASE)
+    seconds = []
+    for sent_input in (False, True):
+        for choice in itertools.product("keep send drop".split(), repeat=len(multiplies)):
+            to = dict(zip(multiplies, choice, strict=True)) | {"attention_input": "send" if sent_input else "keep"}
+            moved = sum(size[name] for name, where in to.items() if where == "send")
+            again = sum(2 * tokens * multiplies[name] for name, where in to.items() if where == "drop")
+            if sum(size[name] for name, where in to.items() if where != "keep") >= missing:
+                seconds.append(2 * moved / 1e9 + again / PEAK)
+    found = remedies.changes(tiny.stepper(BASE), CHIP, PEAK, missing)
+    (schedule,) = (c for c in found if all(o.startswith("schedule.") for o in c.overrides))
+    assert schedule.seconds == pytest.approx(min(seconds))
+
+
+def test_where_nothing_suffices_nothing_is_said():
+    assert remedies.changes(tiny.stepper(BASE), CHIP, PEAK, 1e12) == []
