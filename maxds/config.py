@@ -196,7 +196,8 @@ Dtype = Literal["float32", "bfloat16"]
 class Precision:
     params: Dtype = "float32"
     compute: Dtype = "bfloat16"  # of activations and gathered weights; router, norms and losses stay in float32
-    reduce: Dtype = "float32"  # of gradient reductions
+    reduce: Dtype = "float32"  # of sums of gradients over `fsdp` and `expert`: ICI
+    reduce_dcn: Dtype = "float32"  # of sums of gradients over `data`, which across slices is DCN
 
 
 @section

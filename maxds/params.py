@@ -157,7 +157,8 @@ class Exchange:
 
     declared: Tree
     compute: jnp.dtype  # of gathered weights
-    reduced: jnp.dtype  # of the sums of gradients
+    reduced: jnp.dtype  # of sums of gradients over ICI
+    reduced_dcn: jnp.dtype  # and over `data`
 
     def part(self, names: Sequence[str]) -> "Exchange":
         """Of some entries of what is declared."""
@@ -206,7 +207,7 @@ class Exchange:
         """Sums scattered gradients over `data`; only shards cross DCN."""
 
         def one(p: Param, g: jax.Array) -> jax.Array:
-            return (lax.psum(g, "data") if "fsdp" in p.spec else g).astype(jnp.float32)
+            return (lax.psum(g.astype(self.reduced_dcn), "data") if "fsdp" in p.spec else g).astype(jnp.float32)
 
         return derive(one, self.declared, shards)
 

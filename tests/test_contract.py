@@ -177,16 +177,21 @@ def test_what_is_offloaded_goes_to_host_memory_and_comes_back():
         assert not any(name == "device_put" for name, _, _ in jaxprs.equations(layers("batch_split")[0]))
 
 
-def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtype_of_reductions():
-    config = tiny.config(MODEL, "batch_split", (2, 2, 2), precision={"compute": "bfloat16", "reduce": "float32"})
-    forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(config))
+@pytest.mark.parametrize(("ici", "dcn"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtypes_of_reductions(ici, dcn):
+    precision = {"compute": "bfloat16", "reduce": ici, "reduce_dcn": dcn}
+    forward, backward = (
+        s.params["jaxpr"].jaxpr for s in scans(tiny.config(MODEL, "batch_split", (2, 2, 2), precision=precision))
+    )
 
-    def dtypes(jaxpr, collective):
+    def dtypes(jaxpr, collective, axis="fsdp"):
         found = [eqn for name, eqn, _ in jaxprs.equations(jaxpr) if name == collective]
-        return collections.Counter(e.invars[0].aval.dtype.name for e in found if "fsdp" in e.params["axis_name"])
+        axes = [e.params["axis_name" if "axis_name" in e.params else "axes"] for e in found]
+        return collections.Counter(e.invars[0].aval.dtype.name for e, a in zip(found, axes, strict=True) if axis in a)
 
     assert dtypes(forward, "all_gather") == {"bfloat16": len(SPLIT) - 1, "float32": 1}
-    assert dtypes(backward, "reduce_scatter") == {"float32": len(SPLIT)}
+    assert dtypes(backward, "reduce_scatter") == {ici: len(SPLIT)}
+    assert dtypes(backward, "psum", "data") == {dcn: len(SPLIT)}
 
 
 # ------------------------------------------------------------------------------------------ plain

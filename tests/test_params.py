@@ -112,3 +112,25 @@ def test_a_stepper_starts_in_its_shards_with_the_declared_weights():
         std = declared[params.name(path)].std
         if std is not None:
             assert np.std(weight) == pytest.approx(std, rel=0.3), path
+
+
+@pytest.mark.parametrize(
+    ("ici", "dcn", "expected"),
+    [
+        ("float32", "float32", 1 + 2**-10 + 2**-11),
+        ("bfloat16", "float32", 1 + 2**-11),  # 2**-10 is lost beside 1
+        ("float32", "bfloat16", 1),  # and what DCN brings as well
+    ],
+)
+def test_gradients_are_summed_in_one_dtype_over_ici_and_in_another_over_dcn(ici, dcn, expected):
+    mesh = mesh_lib.make(Mesh(data=2, fsdp=2, expert=1), jax.devices()[:4])
+    exchange = params.Exchange(Param((6,), P("fsdp")), *map(jnp.dtype, ("float32", ici, dcn)))
+
+    def per_device():
+        first = jnp.where(jax.lax.axis_index("fsdp") == 0, 1.0, 2**-10)
+        mine = jnp.where(jax.lax.axis_index("data") == 0, first, 2**-12)
+        return exchange.reduce(exchange.scatter(exchange.total([jnp.full(6, mine, jnp.float32)])))
+
+    found = jax.shard_map(per_device, mesh=mesh, in_specs=(), out_specs=P("fsdp"), check_vma=False)()
+    assert found.dtype == jnp.float32
+    np.testing.assert_array_equal(found, np.full(6, expected, np.float32))

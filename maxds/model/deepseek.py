@@ -106,7 +106,7 @@ class Network:
     def exchange(self, declared: Tree) -> Exchange:
         """How weights of this declaration travel. Stacked weights travel a layer at a time."""
         precision = self.config.precision
-        return Exchange(declared, jnp.dtype(precision.compute), jnp.dtype(precision.reduce))
+        return Exchange(declared, *map(jnp.dtype, (precision.compute, precision.reduce, precision.reduce_dcn)))
 
     def chain(self, stacked: Tree) -> schedule.Run:
         """The schedule of config, over a stack of layers declared like this."""
