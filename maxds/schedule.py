@@ -191,7 +191,7 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
         comm    | uncombine b | DISPATCH b  | DISPATCH a, | DISPATCH b, | DISPATCH a,
                 |             |             | uncombine a | transposed  | transposed
 
-    A barrier stands where something that travels must have arrived.
+    A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
     Returns:
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents.
@@ -213,13 +213,17 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
     a, b = tape.inputs[layer.stages[0].name]
     da, db = (layer.uncombine(_merged(tape, i), dx) for i, dx in enumerate(dxs))
     b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
-    for n in range(1, last + 1):
+    for n in range(1, last):
         b = replay(n, 1, b)
-    a, db = lax.optimization_barrier((replay(0, 0, a), db))
-    for n in range(1, last + 1):
+    a, b, db = lax.optimization_barrier((replay(0, 0, a), b, db))
+    for n in range(1, last):
         a = replay(n, 0, a)
-    dxs = [da, db]
-    for n in range(last, -1, -1):
+    replay(last, 1, b)
+    db = pull(last, 1, db)
+    a, da, db = lax.optimization_barrier((a, da, db))
+    replay(last, 0, a)
+    dxs = [pull(last, 0, da), db]
+    for n in reversed(range(last)):
         dxs = stagger(functools.partial(pull, n), dxs, (1, 0))
     return dxs, dws
 

@@ -81,7 +81,7 @@ def test_backward_of_two_microbatches_multiplies_by_the_experts_eight_times():
 def test_backward_recomputes_projections_but_neither_attention_nor_what_follows_it():
     forward, _ = work(layers("batch_split")[0])
     backward, _ = work(layers("batch_split")[1])
-    again = PROJECTIONS - 2  # not the output projection, not the down projection of the shared expert
+    again = PROJECTIONS - 1  # not the output projection
     assert forward["dot_general"] == 2 * (PROJECTIONS + ROTATIONS + ATTENTION + COUNTING)
     assert backward["dot_general"] == 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + again + 2 * ROTATIONS)
 
@@ -163,7 +163,7 @@ def test_what_is_not_kept_is_computed_again_and_nothing_else(keep):
     """Beside the projections, once each; and the routing is never decided again."""
     backward, _ = work(layers("batch_split", keep=keep)[1])
     output_projection = "dispatch_input" not in keep
-    again = PROJECTIONS - 2 + output_projection + ATTENTION * ("attention" not in keep)
+    again = PROJECTIONS - 1 + output_projection + ATTENTION * ("attention" not in keep)
     assert backward["dot_general"] == 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + again + 2 * ROTATIONS)
     assert backward["_multiply"] == 2 * (2 if "expert_up" in keep else 3)
     assert (backward["sort"], backward["top_k"]) == (0, 0)

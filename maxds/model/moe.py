@@ -283,7 +283,7 @@ def rows_at_a_time(pairs: int, shards: int, capacity: float) -> int:
     return min(math.ceil(pairs / shards * capacity / 8) * 8, pairs)
 
 
-def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, int]) -> kernels.Routes:
+def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, ...]) -> kernels.Routes:
     """Rows [i * rows, (i + 1) * rows) of the order; `shape` is [A K], of the pairs."""
     first = i * rows
     order = jnp.pad(routing.order, (0, -len(routing.order) % rows))
