@@ -57,7 +57,7 @@ WORDS = {
     r"PartitionSpec": {"mesh", "params", "step", "describe", "generate", "score"}
     | {"model.attention", "model.moe", "model.deepseek", "model.decode"},  # in declarations
     r"shard_map\(": {"step", "generate", "score"},
-    r"optimization_barrier\(": {"params", "schedule"},
+    r"optimization_barrier\(": {"params", "schedule", "model.moe"},  # there: what a loop exchanges stays in it
     r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "model.moe"},
     r"psum\(": {"params", "step"},
     r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.moe"},
