@@ -137,6 +137,27 @@ def test_without_the_kernel_of_tokamax_the_remedy_is_named():
     assert "the tokamax of Python 3.12" in result.stderr and "Traceback" not in result.stderr
 
 
+TRACE = """
+import sys
+from maxds import loader, mesh, step
+from maxds.aot import topology
+from maxds.config import Config
+
+topology.prepare()
+config, _ = loader.load(Config, sys.argv[1], sys.argv[3:])
+step.make(config, mesh.make(config.mesh, topology.devices(sys.argv[2]))).lower()
+"""
+BFLOAT16 = "precision.compute=bfloat16", "model.hidden_size=128"
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5p:2x2x2", "v6e:2x4", "tpu7x:2x2x1"])
+def test_the_kernels_of_every_tpu_take_its_step_in_bfloat16(name):
+    result = command(TINY, name, *BFLOAT16, program=("-c", TRACE))
+    known = name.startswith("tpu7x") and sys.version_info < (3, 12)  # the kernel of tokamax is missing there
+    assert (result.returncode, "KernelError" in result.stderr) == ((1, True) if known else (0, False)), result.stderr
+
+
 REPLICAS = ["mesh={data: 8, fsdp: 1, expert: 1}", "model.hidden_size=1024", "model.moe_intermediate_size=2048"]
 
 

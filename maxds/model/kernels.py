@@ -3,11 +3,11 @@
 Attention and grouped matmul can be replayed: what the forward pass computed is handed back as
 `kept`, the work is not done again, and the gradient flows as if it had been.
 
-| kernel         | CPU                        | GPU                        | TPU                                 |
-|----------------|----------------------------|----------------------------|-------------------------------------|
-| attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128      |
-| grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                    |
-| sum of rows    | XLA, choice by choice      | XLA, choice by choice      | tokamax's, on SparseCores, bfloat16 |
+| kernel         | CPU                        | GPU                        | TPU                                       |
+|----------------|----------------------------|----------------------------|-------------------------------------------|
+| attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128            |
+| grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
+| sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """
@@ -26,7 +26,7 @@ from maxds.model import tpu
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
 ROW_BLOCK = 128  # rows of one expert multiplied at a time on CPU
-SPARSE_CORES = "TPU v5", "TPU v6 lite", "TPU7x"
+SPARSE_CORES = ("TPU7x",)  # as tokamax sums rows on: of 16 lanes
 
 
 def _device_kind() -> str:
@@ -281,7 +281,8 @@ def rows_of_tokens(tokens: jax.Array, routes: Routes) -> jax.Array:
 @jax.custom_vjp
 def tokens_of_rows(rows: jax.Array, routes: Routes) -> jax.Array:
     """[R D] -> [A D]: the sum of each token's rows; the transpose of `rows_of_tokens`."""
-    if rows.dtype == jnp.bfloat16 and _device_kind() in SPARSE_CORES:
+    on_sparse_cores = rows.dtype == jnp.bfloat16 and _device_kind() in SPARSE_CORES
+    if on_sparse_cores and tpu.can_sum_rows(rows.shape, choices=routes.slots.shape[1]):
         return tpu.sum_rows(rows, routes.slots, routes.here)
     choices = zip(routes.slots.T, routes.here.T, strict=True)
     found = (jnp.where(here[:, None], jnp.take(rows, slots, axis=0, mode="clip"), 0) for slots, here in choices)
