@@ -57,7 +57,7 @@ def test_a_step_compiled_elsewhere_is_not_compiled_again_and_trains_to_the_same_
     here, compiled_without = train(tmp_path / "here")
     assert (ahead.returncode, ahead.stderr, here.returncode) == (0, "", 0)
     assert f"compiled ahead: {written}" in ahead.stdout
-    assert compiled_without - compiled_with == {"jit_train_step"}
+    assert "jit_train_step" in compiled_without - compiled_with  # others, where they took long enough to be kept
     losses = [
         [json.loads(line)["loss"] for line in (tmp_path / run / "metrics.jsonl").read_text().splitlines()]
         for run in ("ahead", "here")
