@@ -99,11 +99,11 @@ def _is_one_of_several(environment: Mapping[str, str]) -> bool:
     )
 
 
-def sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
+def sizes(config: MeshConfig, num_devices: int, slices: int = 1) -> dict[str, int]:
     """Devices along each axis; an axis of -1 takes what the others leave.
 
     Raises:
-      MeshError: the axes do not multiply to `num_devices`.
+      MeshError: the axes do not multiply to `num_devices`, or `data` does not cross the `slices` evenly.
     """
     asked = {axis: getattr(config, axis) for axis in AXES}
     fixed = math.prod(n for n in asked.values() if n != -1)
@@ -118,6 +118,11 @@ def sizes(config: MeshConfig, num_devices: int) -> dict[str, int]:
             else f"the fixed axes multiply to {fixed}; choose them so that they divide {num_devices}: try {grown}"
         )
         raise MeshError(f"{product} does not fit the {num_devices} devices present: {advice}")
+    if found["data"] % slices:
+        raise MeshError(
+            f"mesh.data={found['data']} is not divisible by the {slices} slices present: "
+            f"`data` is the axis that crosses slices, so set it to a multiple of {slices}"
+        )
     return found
 
 
@@ -128,13 +133,8 @@ def make(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
       MeshError: the sizes do not fit the devices or the slices.
     """
     devices = jax.devices() if devices is None else devices
-    shape = tuple(sizes(config, len(devices)).values())
     slices = len({getattr(d, "slice_index", 0) for d in devices})
-    if shape[0] % slices:
-        raise MeshError(
-            f"mesh.data={shape[0]} is not divisible by the {slices} slices present: "
-            f"`data` is the axis that crosses slices, so set it to a multiple of {slices}"
-        )
+    shape = tuple(sizes(config, len(devices), slices).values())
     if slices > 1:
         inside = (shape[0] // slices, *shape[1:])
         grid = mesh_utils.create_hybrid_device_mesh(inside, (slices, 1, 1), devices=devices)
@@ -167,11 +167,11 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_rows(mesh: Mesh, rows: int, *, per_device: int, what: str) -> None:
+def check_rows(devices: int, rows: int, *, per_device: int, what: str) -> None:
     """Raises MeshError unless `rows` gives every device a multiple of `per_device` rows."""
-    unit = mesh.size * per_device
+    unit = devices * per_device
     if rows % unit:
         raise MeshError(
-            f"{what}={rows} does not give each of the {mesh.size} devices a multiple of {per_device} sequences; "
+            f"{what}={rows} does not give each of the {devices} devices a multiple of {per_device} sequences; "
             f"try {max(unit, rows // unit * unit)} or {(rows // unit + 1) * unit}"
         )

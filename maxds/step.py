@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from typing import Any
 
 import flax.struct
@@ -281,6 +282,18 @@ def _imbalance(counts: jax.Array) -> jax.Array:
     return jnp.max(counts, axis=-1) / jnp.maximum(jnp.mean(counts, axis=-1), 1e-9)
 
 
+def check(network: deepseek.Network, sizes: dict[str, int]) -> None:
+    """Raises MeshError unless model and batch fit a mesh of these sizes."""
+    params.check(network.declared, sizes)
+    config = network.config
+    mesh_lib.check_rows(
+        math.prod(sizes.values()),
+        config.data.global_batch,
+        per_device=config.optimizer.accumulate_steps * network.microbatches,
+        what="data.global_batch",
+    )
+
+
 def make(config: Config, mesh: Mesh) -> Stepper:
     """The programs of a run on this mesh.
 
@@ -288,13 +301,6 @@ def make(config: Config, mesh: Mesh) -> Stepper:
       mesh.MeshError: the model or the batch does not fit the mesh.
     """
     network = deepseek.Network(config)
-    params.check(network.declared, dict(mesh.shape))
-    parts = config.optimizer.accumulate_steps
-    mesh_lib.check_rows(
-        mesh,
-        config.data.global_batch,
-        per_device=parts * network.microbatches,
-        what="data.global_batch",
-    )
+    check(network, dict(mesh.shape))
     transform = optimizer.make(config.optimizer, config.steps, network.declared)
     return Stepper(config, mesh, network, transform)

@@ -1,7 +1,8 @@
-"""TPU topologies that are not here: their devices, and what one can do."""
+"""TPU topologies that are not here: their devices, what one can do, and the hosts that GKE gives them."""
 
 import dataclasses
 import difflib
+import math
 import os
 import re
 from collections.abc import Sequence
@@ -64,22 +65,78 @@ def prepare() -> None:
         jax.config.update("jax_platforms", "cpu")  # or JAX would look for a TPU first
 
 
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """A topology by its name, such as `tpu7x:4x4x8`."""
+
+    chip: Chip
+    extents: tuple[int, ...]  # chips along each dimension
+
+    @property
+    def devices(self) -> int:
+        """JAX devices."""
+        return math.prod(self.extents) * self.chip.per_chip
+
+    @property
+    def hosts(self) -> int:
+        """Machines, of `CHIPS_PER_HOST` chips each."""
+        return math.prod(self.extents) // CHIPS_PER_HOST
+
+    @property
+    def label(self) -> str:
+        """The extents as GKE labels nodes with them, `4x4x8`."""
+        return "x".join(map(str, self.extents))
+
+
+def parse(name: str) -> Slice:
+    """What a name says. Raises TopologyError where it is not formed like that of a topology."""
+    chips = {chip.family: chip for chip in CHIPS.values()}
+    family, _, extents = name.partition(":")
+    if family not in chips:
+        meant = difflib.get_close_matches(family, chips, n=1)
+        advice = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(chips)}"
+        raise TopologyError(f"no TPU is named {family}; {advice} (for example tpu7x:4x4x8)")
+    if not re.fullmatch(r"\d+(x\d+){1,2}", extents):
+        raise TopologyError("give chips as tpu7x:4x4x8 or v6e:16x16")
+    return Slice(chips[family], tuple(map(int, extents.split("x"))))
+
+
+# What GKE calls the TPUs, and which slices of them it has: https://cloud.google.com/kubernetes-engine/docs/concepts/
+# plan-tpus, read together with xpk's table, whose hosts have four chips too. A three-dimensional slice is one of these
+# few or made of cubes of 4 x 4 x 4, its dimensions in ascending order; others wait for nodes that will never come.
+CHIPS_PER_HOST = 4
+ACCELERATORS = {"v5p": "tpu-v5p-slice", "v6e": "tpu-v6e-slice", "tpu7x": "tpu7x"}
+_SMALL = "2x2x1", "2x2x2", "2x2x4", "2x4x4"
+_FLAT = "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"
+
+
+def of_gke(name: str) -> Slice:
+    """As `parse`, of a slice that GKE has. Raises TopologyError where there is none."""
+    found = parse(name)
+    if found.chip.family == "v6e":
+        if found.label not in _FLAT:
+            raise TopologyError(f"GKE has no such slice; of v6e it has {', '.join(_FLAT)}")
+        return found
+    cubes = len(found.extents) == 3 and not any(n % 4 or n == 0 for n in found.extents)
+    if found.label in _SMALL or (cubes and list(found.extents) == sorted(found.extents)):
+        return found
+    ascending = "x".join(map(str, sorted(found.extents)))
+    advice = f"try {found.chip.family}:{ascending}" if cubes or ascending in _SMALL else "try 4x4x4, 4x4x8, 4x8x8"
+    raise TopologyError(f"GKE has no such slice: it has {', '.join(_SMALL)}, and multiples of 4 that ascend; {advice}")
+
+
 def devices(name: str, slices: int = 1) -> Sequence[Any]:
     """The devices of a topology such as `tpu7x:4x4x8`, in each of `slices` slices.
 
     Raises:
       TopologyError: the name is not that of a topology, or libtpu is not installed.
     """
-    families = [chip.family for chip in CHIPS.values()]
-    family, _, extents = name.partition(":")
-    if family not in families:
-        meant = difflib.get_close_matches(family, families, n=1)
-        advice = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(families)}"
-        raise TopologyError(f"--topology={name}: no TPU is named {family}; {advice} (for example tpu7x:4x4x8)")
-    if not re.fullmatch(r"\d+(x\d+){1,2}", extents) or slices < 1:
-        raise TopologyError(
-            f"--topology={name} --slices={slices}: give chips as tpu7x:4x4x8 or v6e:16x16, slices from 1"
-        )
+    try:
+        parse(name)
+    except TopologyError as error:
+        raise TopologyError(f"--topology={name}: {error}") from None
+    if slices < 1:
+        raise TopologyError(f"--slices={slices}: give slices from 1")
     try:
         return topologies.get_topology_desc(platform="tpu", topology_name=name, num_slices=slices).devices
     except jax.errors.JaxRuntimeError as error:
