@@ -9,6 +9,7 @@ exit code 0   printed                               2   a mistake in the config 
 """
 
 import base64
+import importlib.util
 import shlex
 import sys
 
@@ -17,6 +18,7 @@ from absl import flags
 from maxds import command, jobset, loader
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
+from maxds.aot import topology
 from maxds.cluster import Cluster
 from maxds.config import Config
 from maxds.model import deepseek
@@ -36,6 +38,7 @@ def main(args: list[str]) -> int:
     if len(args) < 2 or _CLUSTER.value is None:
         print(USAGE, file=sys.stderr)
         return 2
+    topology.prepare()
     try:
         cluster, _ = loader.load(Cluster, _CLUSTER.value)
         config, tree = loader.load(Config, args[1], args[2:])
@@ -49,7 +52,7 @@ def main(args: list[str]) -> int:
 
 
 def check(config: Config, cluster: Cluster) -> None:
-    """Refuses what every pod would refuse, or lose.
+    """Refuses what every pod would refuse, or lose. How axes lie on the torus can only be seen where libtpu is.
 
     Raises:
       LaunchError: the run would not outlive its pods, or asks for devices that they do not have.
@@ -65,6 +68,8 @@ def check(config: Config, cluster: Cluster) -> None:
     try:
         sizes = mesh_lib.sizes(config.mesh, devices, cluster.slices)
         step_lib.check(deepseek.Network(config), sizes)
+        if importlib.util.find_spec("libtpu"):
+            mesh_lib.make(config.mesh, topology.devices(cluster.topology, cluster.slices))
     except mesh_lib.MeshError as error:
         slices = f" x {cluster.slices} slices" if cluster.slices > 1 else ""
         raise mesh_lib.MeshError(f"{cluster.topology}{slices}: {error}") from None

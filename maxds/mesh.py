@@ -135,13 +135,21 @@ def make(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     slices = len({getattr(d, "slice_index", 0) for d in devices})
     shape = tuple(sizes(config, len(devices), slices).values())
-    if slices > 1:
-        inside = (shape[0] // slices, *shape[1:])
-        grid = mesh_utils.create_hybrid_device_mesh(inside, (slices, 1, 1), devices=devices)
-    elif devices[0].platform == "tpu":
-        grid = mesh_utils.create_device_mesh(shape, devices=devices)
-    else:
-        grid = np.array(devices).reshape(shape)
+    inside = (shape[0] // slices, *shape[1:])
+    try:
+        if slices > 1:
+            grid = mesh_utils.create_hybrid_device_mesh(inside, (slices, 1, 1), devices=devices)
+        elif devices[0].platform == "tpu":
+            grid = mesh_utils.create_device_mesh(shape, devices=devices)
+        else:
+            grid = np.array(devices).reshape(shape)
+    except NotImplementedError:  # by mesh_utils: an axis would take a part of a dimension
+        axes = " x ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, inside, strict=True) if size > 1)
+        torus = " x ".join(str(len(set(along))) for along in zip(*(d.coords for d in devices), strict=True))
+        raise MeshError(
+            f"{axes} cannot be laid over the torus of a slice, {torus} chips: an axis takes whole dimensions, so make "
+            "each the product of some of these"
+        ) from None
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 

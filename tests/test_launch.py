@@ -11,16 +11,18 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib.util import find_spec
 
 import pytest
 import yaml
 from kubeflow_trainer_api import models
 
-from maxds import jobset, launch, loader, nodes
+from maxds import jobset, launch, loader, mesh, nodes
 from maxds.aot import topology
 from maxds.cluster import Cluster
 from maxds.config import Config
 
+needs_libtpu = pytest.mark.skipif(find_spec("libtpu") is None, reason="needs libtpu: it knows the torus")
 ROOT = pathlib.Path(__file__).parents[1]
 TINY = ROOT / "tests/tiny.yaml"
 RECIPES = sorted((ROOT / "scripts/launch").glob("*.yaml"))
@@ -39,7 +41,13 @@ max_restarts: 7
 grace_seconds: 60
 """
 LEAST = "name: tiny\nimage: registry/maxds:1\ntopology: v6e:2x4\n"
-RUN = ("run_dir=gs://bucket/run", "mesh={data: 2, fsdp: -1, expert: 2}", "data.global_batch=32")
+RUN = ("run_dir=gs://bucket/run", "mesh={data: 2, fsdp: -1, expert: 2}", "data.global_batch=64")
+
+
+@pytest.fixture(autouse=True)
+def no_tpu_is_asked_for(monkeypatch):
+    for name, value in topology._ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
 
 
 def command(*args):
@@ -294,7 +302,7 @@ def test_a_mistake_in_the_cluster_file_is_told_with_its_line(tmp_path, text, mes
         (["mesh={data: 2, fsdp: 2, expert: 2}"], "v5p:2x2x2 x 2 slices: mesh.data=2 x mesh.fsdp=2 x mesh.expert=2 does "
                                                  "not fit the 16 devices"),
         (["mesh.data=1"], "mesh.data=1 is not divisible by the 2 slices"),
-        (["data.global_batch=24"], "data.global_batch=24 does not give each of the 16 devices a multiple of 2"),
+        (["data.global_batch=48"], "data.global_batch=48 does not give each of the 16 devices a multiple of 2"),
         (["optimiser.lr=1"], "unknown key optimiser"),
     ],
 )  # fmt: skip
@@ -304,6 +312,18 @@ def test_a_run_that_pods_would_refuse_or_lose_is_not_rendered(tmp_path, monkeypa
     assert launch.main(["launch", str(TINY), *RUN, *overrides]) == 2
     out, err = capsys.readouterr()
     assert out == "" and message in err and err.count("\n") == 1
+
+
+@needs_libtpu
+def test_a_mesh_that_the_torus_cannot_hold_is_not_rendered(tmp_path):
+    found = cluster(tmp_path, "name: tiny\nimage: registry/maxds:1\ntopology: v6e:4x8\n")
+    config, _ = loader.load(Config, TINY, [*RUN, "mesh={data: 1, fsdp: 16, expert: 2}"])
+    with pytest.raises(mesh.MeshError) as caught:
+        launch.check(config, found)
+    assert str(caught.value) == (
+        "v6e:4x8: mesh.fsdp=16 x mesh.expert=2 cannot be laid over the torus of a slice, 4 x 8 x 1 chips: an axis "
+        "takes whole dimensions, so make each the product of some of these"
+    )
 
 
 def test_without_a_cluster_the_usage_is_told():
