@@ -16,7 +16,7 @@ ORDER = """command config nodes loader mesh params schedule
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
     data checkpoint records metrics report trained generate score loop train
-    compile cluster jobset launch""".split()
+    compile cluster jobset launch doctor""".split()
 ONLY = {"flops": {"config"}, "schedule": {"params"}}  # less than the order would allow
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
@@ -63,18 +63,8 @@ WORDS = {
     r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.moe"},
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {
         *("command", "nodes", "loader", "mesh", "data", "checkpoint", "records", "metrics", "report"),
-        *(
-            "trained",
-            "generate",
-            "score",
-            "loop",
-            "train",
-            "compile",
-            "launch",
-            "aot.executable",
-            "aot.topology",
-            "aot.picture",
-        ),
+        *("trained", "generate", "score", "loop", "train", "compile", "launch", "doctor"),
+        *("aot.executable", "aot.topology", "aot.picture"),
     },
 }
 

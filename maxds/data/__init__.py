@@ -18,10 +18,10 @@ from etils import epath
 from maxds import config as config_lib
 from maxds.data.error import DataError
 from maxds.data.packing import PackedRows
-from maxds.data.sources import Documents, open_documents, stable_hash
+from maxds.data.sources import Documents, open_documents, reach_source, stable_hash
 from maxds.data.tokenizer import Tokenizer, load_tokenizer
 
-__all__ = ["Batch", "Data", "DataError", "Tokenizer", "load_tokenizer", "open_data"]
+__all__ = ["Batch", "Data", "DataError", "Tokenizer", "load_tokenizer", "open_data", "reach"]
 
 Batch = dict[str, np.ndarray]
 
@@ -96,13 +96,7 @@ def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: ep
     Raises:
         DataError: a source or the tokenizer cannot be used, or there is too little data for a batch.
     """
-    tokenizer = load_tokenizer(config.tokenizer)
-    reads_text = any(source.kind != "synthetic" for source in config.sources)
-    if reads_text and tokenizer.vocab_size > vocab_size:
-        raise DataError(
-            f"data.tokenizer={config.tokenizer} has ids up to {tokenizer.vocab_size - 1}, beyond "
-            f"model.vocab_size={vocab_size}; raise it to {tokenizer.vocab_size} or more"
-        )
+    tokenizer = _open_tokenizer(config, vocab_size)
     cache = epath.Path(cache_dir) if cache_dir else None
     sources = [open_documents(s, tokenizer, vocab_size, cache, config.workers) for s in config.sources]
     train = [_rows(config, documents, f"train/{seed}/{i}") for i, documents in enumerate(sources)]
@@ -114,6 +108,27 @@ def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: ep
         _train=_mix_endless(config, train, seed),
         _eval=_mix_held_out(config, sources),
     )
+
+
+def reach(config: config_lib.Data, vocab_size: int) -> list[str]:
+    """Reads a little of every source, where `open_data` measures all; returns what was found.
+
+    Raises:
+        DataError: a source or the tokenizer cannot be used.
+    """
+    tokenizer = _open_tokenizer(config, vocab_size)
+    return [reach_source(source, tokenizer) for source in config.sources]
+
+
+def _open_tokenizer(config: config_lib.Data, vocab_size: int) -> Tokenizer:
+    tokenizer = load_tokenizer(config.tokenizer)
+    reads_text = any(source.kind != "synthetic" for source in config.sources)
+    if reads_text and tokenizer.vocab_size > vocab_size:
+        raise DataError(
+            f"data.tokenizer={config.tokenizer} has ids up to {tokenizer.vocab_size - 1}, beyond "
+            f"model.vocab_size={vocab_size}; raise it to {tokenizer.vocab_size} or more"
+        )
+    return tokenizer
 
 
 def _rows(config: config_lib.Data, documents: Documents, order: str, *, held_out: bool = False) -> PackedRows:

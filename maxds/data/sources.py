@@ -53,6 +53,26 @@ def open_documents(
     return _records(source, tokenizer, cache_dir, workers)
 
 
+def reach_source(source: config.Source, tokenizer: Tokenizer) -> str:
+    """Reads and tokenizes the first document of a source; returns what was found there.
+
+    Raises:
+        DataError: as `open_documents`, as far as that document shows.
+    """
+    if source.kind == "synthetic":
+        return "synthetic"
+    files = _find_files(source.path, source.pattern)
+    origin, found = f"{source.kind} {', '.join(source.path)}", f"{len(files):,} files"
+    if source.kind == "text":
+        _tokenize(tokenizer, _read_file(files[0][1]), str(files[0][1]))
+    else:
+        count, text = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
+        found += f", {count:,} records"
+        if count:
+            _tokenize(tokenizer, text(0), f"record 0 of {origin}")
+    return f"{origin}: {found}"
+
+
 def stable_hash(text: str) -> int:
     """Returns 64 bits that depend on `text` only."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
