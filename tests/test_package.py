@@ -43,3 +43,15 @@ def test_constraints_pin_every_dependency_within_its_bounds(path):
     wanted = [Requirement(line) for line in PROJECT["dependencies"] + extras if not line.startswith("maxds[")]
     wanted = [r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]
     assert [r.name for r in wanted if not r.specifier.contains(Version(pins[normal(r.name)]))] == []
+
+
+def test_the_image_installs_what_is_locked_before_it_has_the_sources_and_runs_as_no_root():
+    stage = (ROOT / "Dockerfile").read_text().replace("\\\n", "").rpartition("\nFROM ")[2].splitlines()
+    steps = [tuple(line.split(maxsplit=1)) for line in stage[1:] if line and not line.startswith("#")]
+    (install,) = [i for i, (word, rest) in enumerate(steps) if word == "RUN" and "pip install" in rest]
+    copied = " ".join(rest for word, rest in steps[:install] if word == "COPY").split()
+    assert set(copied) == {"pyproject.toml", "LICENSE", "./", "constraints", "maxds/__init__.py", "maxds/"}
+    assert "-c constraints/py312.txt" in steps[install][1]
+    said = dict(steps)
+    assert said["USER"].isdigit() and said["USER"] != "0"
+    assert said["ENTRYPOINT"] == '["python", "-m", "maxds.train"]'
