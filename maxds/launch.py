@@ -10,6 +10,7 @@ exit code 0   printed                               2   a mistake in the config 
 
 import base64
 import importlib.util
+import pathlib
 import shlex
 import sys
 
@@ -46,6 +47,8 @@ def main(args: list[str]) -> int:
     except (loader.ConfigError, mesh_lib.MeshError, LaunchError) as error:
         print(error, file=sys.stderr)
         return 2
+    for path in unmounted(config, cluster):
+        print(f"note: the image must have {path}, for no mount of {_CLUSTER.value} has it", file=sys.stderr)
     text = loader.render(config, tree)
     print(xpk(cluster, text) if _XPK.value else jobset.render(cluster, text), end="")
     return 0
@@ -73,6 +76,13 @@ def check(config: Config, cluster: Cluster) -> None:
     except mesh_lib.MeshError as error:
         slices = f" x {cluster.slices} slices" if cluster.slices > 1 else ""
         raise mesh_lib.MeshError(f"{cluster.topology}{slices}: {error}") from None
+
+
+def unmounted(config: Config, cluster: Cluster) -> list[str]:
+    """The files and folders of the data that pods do not find in a mount."""
+    named = [config.data.tokenizer, *(path for source in config.data.sources for path in source.path)]
+    files = [pathlib.PurePosixPath(path) for path in named if path not in ("bytes", "stdlib")]
+    return [str(file) for file in files if not any(file.is_relative_to(mount.path) for mount in cluster.mounts)]
 
 
 # ------------------------------------------------------------------------------------------------------- xpk

@@ -314,6 +314,14 @@ def test_a_run_that_pods_would_refuse_or_lose_is_not_rendered(tmp_path, monkeypa
     assert out == "" and message in err and err.count("\n") == 1
 
 
+def test_data_that_no_mount_has_is_named_and_the_image_may_have_it(tmp_path):
+    found = cluster(tmp_path, EVERYTHING)
+    here = "{kind: text, path: [/mnt/corpus/books, /mnt/corpus2, stdlib]}"
+    config, _ = loader.load(Config, TINY, [*RUN, "data.tokenizer=tokenizers/t.json", f"data.sources=[{here}]"])
+    assert launch.unmounted(config, found) == ["tokenizers/t.json", "/mnt/corpus2"]
+    assert launch.unmounted(loader.load(Config, TINY, RUN)[0], found) == []
+
+
 @needs_libtpu
 def test_a_mesh_that_the_torus_cannot_hold_is_not_rendered(tmp_path):
     found = cluster(tmp_path, "name: tiny\nimage: registry/maxds:1\ntopology: v6e:4x8\n")
