@@ -1,6 +1,6 @@
 """The command: python -m maxds.doctor [CONFIG.yaml] [key=value ...]
 
-Looks at what a run needs before it is started, in a minute and on one screen: the versions installed, the devices, and
+Looks at what a run needs before it is started, and tells it on one screen: the versions installed, the devices, and
 with a config whether mesh, model, batch and memory fit them, whether the run's folder and the compile cache can be
 written, and whether the data can be read. Of several processes, started as those of a run, the first prints; each says
 what it finds at fault, and their clocks are compared. It compiles nothing, and leaves nothing but the run's folder.
@@ -11,6 +11,7 @@ exit code 0   nothing is at fault                   2   something is: each in a 
 
 import dataclasses
 import importlib.metadata
+import logging
 import pathlib
 import platform
 import sys
@@ -64,6 +65,7 @@ def main(args: list[str]) -> int:
     except loader.ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # which prints the traceback of what is told in a line here
     faults, process = 0, 0
     for finding in examine(config):
         faults += finding.verdict == "FAULT"
