@@ -196,6 +196,9 @@ Dtype = Literal["float32", "bfloat16"]
 class Precision:
     params: Dtype = "float32"
     compute: Dtype = "bfloat16"  # of activations and gathered weights; router, norms and losses stay in float32
+    # fp8: the layers' matmuls, gathered weights and dispatched tokens in float8: e4m3 forward, e5m2 gradients. Router,
+    # attention kernel, embedding and head are not. TPU7x multiplies in it; older TPUs and CPUs convert, to no gain.
+    matmul: Literal["compute", "fp8"] = "compute"
     reduce: Dtype = "float32"  # of sums of gradients over `fsdp` and `expert`: ICI
     reduce_dcn: Dtype = "float32"  # of sums of gradients over `data`, which across slices is DCN
 

@@ -1,7 +1,7 @@
 """Weights are declared once; everything else about them is derived from the declaration.
 
     declaration -> shapes, shardings, init, counts, masks           (ordinary global arrays)
-                -> Exchange: gather, scatter, reduce, finish, fetch (inside shard_map: one device's program)
+                -> Exchange: quantize, gather, scatter, reduce, finish, fetch (inside shard_map: one device's program)
 
 The way of a gradient: `scatter` sums it over ICI and leaves each device its shard, `reduce` sums
 the shards over DCN, and `finish` sums the few weights that are too small to be split.
@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from qwix import QArray
 
 from maxds.mesh import AXES, MeshError
-
-Tree = Any
+from maxds.quantize import FORWARD, Quantized, Tree, quantize, slots, with_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +57,20 @@ class Param:
         Joining the whole ones instead would copy them: on TPU, n is a dimension of the tiles.
         """
         return self.dims.endswith("ibo")
+
+    @property
+    def in_matmul(self) -> bool:
+        """Whether it is multiplied by in the layers, and not in float32."""
+        return bool(self.dims) and not self.float32
+
+    @property
+    def one_scale(self) -> tuple[int, ...]:
+        """The dimensions that share a scale in float8: an output feature has its own, or an expert.
+
+        A scale of each feature of each expert would be a factor of the size of the grouped matmul's result.
+        """
+        grouped = "expert" in self.spec
+        return tuple(i for i, letter in enumerate(self.dims) if (i > 0 if grouped else letter == "i"))
 
 
 def derive(fn: Callable, declared: Tree, *trees: Tree) -> Tree:
@@ -159,6 +173,7 @@ class Exchange:
     compute: jnp.dtype  # of gathered weights
     reduced: jnp.dtype  # of sums of gradients over ICI
     reduced_dcn: jnp.dtype  # and over `data`
+    float8: bool = False  # whether the weights of matmuls travel in it
 
     def part(self, names: Sequence[str]) -> "Exchange":
         """Of some entries of what is declared."""
@@ -168,15 +183,41 @@ class Exchange:
         """Those entries of a tree that are declared here."""
         return {name: tree[name] for name in self.declared}
 
-    def gather(self, shards: Tree) -> Tree:
-        """All-gathers FSDP shards. Routed experts stay split over `expert`: tokens travel, experts do not."""
+    def quantize(self, shards: Tree) -> Tree:
+        """The shards that travel in float8; None for the others.
 
-        def one(p: Param, x: jax.Array) -> jax.Array:
-            x = x.astype(jnp.float32 if p.float32 else self.compute)
+        To be done for all layers at once (`jax.vmap`): shards of one column agree on its scale, and that a layer would
+        have to wait for.
+        """
+
+        def one(p: Param, x: jax.Array) -> Quantized | None:
+            if not (self.float8 and p.in_matmul):
+                return None
+            shared = p.spec.index("fsdp") in p.one_scale
+            array = quantize(lax.stop_gradient(x), FORWARD, p.one_scale, "fsdp" if shared else None)
+            return Quantized(array.astype(self.compute))
+
+        return derive(one, self.declared, shards)
+
+    def gather(self, shards: Tree, quantized: Tree) -> Tree:
+        """All-gathers FSDP shards. Routed experts stay split over `expert`: tokens travel, experts do not.
+
+        Args:
+          shards: of one layer.
+          quantized: as `quantize` returned it. Scales travel with the values, unless all devices have them.
+        """
+
+        def whole(p: Param, x: jax.Array, travels: bool = True) -> jax.Array:
             x = x.reshape(*x.shape[:-2], -1) if p.beside else x
-            return lax.all_gather(x, "fsdp", axis=p.spec.index("fsdp"), tiled=True) if "fsdp" in p.spec else x
+            return lax.all_gather(x, "fsdp", axis=p.spec.index("fsdp"), tiled=True) if travels else x
 
-        return lax.optimization_barrier(derive(one, self.declared, shards))
+        def one(p: Param, x: jax.Array, q: Quantized | None) -> jax.Array | Quantized:
+            if q is None:
+                return whole(p, x.astype(jnp.float32 if p.float32 else self.compute), "fsdp" in p.spec)
+            scale = whole(p, q.array.scale, p.spec.index("fsdp") not in p.one_scale)
+            return Quantized(QArray(whole(p, q.array.qvalue), scale))
+
+        return lax.optimization_barrier(derive(one, self.declared, shards, quantized))
 
     def total(self, dws: Sequence[Tree]) -> Tree:
         """The sum of gradients of gathered weights, in the dtype in which they travel."""
@@ -201,7 +242,7 @@ class Exchange:
 
     def shards(self, params: Tree) -> Tree:
         """Zeros of the shapes and dtypes that `scatter` gives, for the shards of one layer's weights."""
-        return self.scatter(self.total([self.gather(params)]))
+        return self.scatter(self.total([slots(self.gather(params, self.quantize(params)))]))
 
     def reduce(self, shards: Tree) -> Tree:
         """Sums scattered gradients over `data`; only shards cross DCN."""
@@ -215,17 +256,18 @@ class Exchange:
         """Sums the gradients of weights that are whole on every device: once a step, not once a layer."""
         return derive(lambda p, g: g if "fsdp" in p.spec else lax.psum(g, AXES), self.declared, grads)
 
-    def fetch(self, shards: Tree) -> Tree:
-        """Gathered weights whose gradient finds its own way back: `scatter`, `reduce`, `finish`."""
+    def fetch(self, shards: Tree, quantized: Tree) -> Tree:
+        """As `gather`; the gradient finds its own way back: `scatter`, `reduce`, `finish`."""
 
         @jax.custom_vjp
-        def run(shards):
-            return self.gather(shards)
+        def run(shards, w):
+            return slots(w)
 
         def backward(_, dw):
             grads = self.finish(self.reduce(self.scatter(self.total([dw]))))
-            return (jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes),)
+            return jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes), None
 
         dtypes = jax.tree.map(lambda x: x.dtype, shards)
-        run.defvjp(lambda shards: (self.gather(shards), None), backward)
-        return run(shards)
+        run.defvjp(lambda shards, w: (slots(w), None), backward)
+        w = lax.stop_gradient(self.gather(shards, quantized))
+        return with_slots(w, run(shards, w))

@@ -28,6 +28,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxds.params import Exchange
+from maxds.quantize import slots, with_slots
 
 Tree = Any
 Microbatches = list[Tree]
@@ -93,8 +94,8 @@ def plain(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequen
     if "everything" in keep:
         policy = recompute_nothing
 
-    def one_layer(xs, params, given, contexts):
-        w = exchange.fetch(params)
+    def one_layer(xs, stored, given, contexts):
+        w = exchange.fetch(*stored)
         outs, seen = [], []
         for x, context in zip(xs, contexts, strict=True):
             kept = {}
@@ -108,15 +109,21 @@ def plain(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequen
 
     def run(params, given, xs, contexts):
         body = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
-        return lax.scan(lambda xs, of_layer: body(xs, *of_layer, contexts), xs, (params, given))
+        stored = params, jax.vmap(exchange.quantize)(params)
+        return lax.scan(lambda xs, of_layer: body(xs, *of_layer, contexts), xs, (stored, given))
 
     return run
 
 
-def recompute_nothing(primitive, *_, **params) -> bool:
-    """A `jax.checkpoint` policy: keeps all but gathered weights, their views, and casts."""
-    gathered = primitive.name == "all_gather" and "fsdp" in params["axis_name"]
-    return not gathered and primitive.name not in ("optimization_barrier", "reshape", "convert_element_type")
+def recompute_nothing(primitive, *avals, **params) -> bool:
+    """A `jax.checkpoint` policy: keeps all but gathered weights, their views, and casts.
+
+    And but for what is gathered in float8: it is kept once it is cast back. JAX passes what is kept through
+    `reduce_precision`, for which the largest numbers of float8_e4m3fn are infinite.
+    """
+    gathered = primitive.name == "all_gather" and ("fsdp" in params["axis_name"] or avals[0].dtype.itemsize == 1)
+    passed_on = "optimization_barrier", "reshape", "convert_element_type", "stop_gradient"
+    return not gathered and primitive.name not in passed_on
 
 
 # ------------------------------------------------------------------------------------ batch split
@@ -203,7 +210,8 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
         """Stage n of microbatch i -> what enters the next one: kept, or computed again."""
         stage = layer.stages[n]
         fn = functools.partial(stage, given=given[i], kept=tape.kept[stage.name][i])
-        y, pulls[n, i] = jax.vjp(lambda w, x: fn(w, x)[0], w[stage.name], x)
+        own = w[stage.name]
+        y, pulls[n, i] = jax.vjp(lambda s, x: fn(with_slots(own, s), x)[0], slots(own), x)
         return tape.inputs[layer.stages[n + 1].name][i] if n < last and layer.stages[n + 1].name in tape.inputs else y
 
     def pull(n: int, i: int, dy: Tree) -> Tree:
@@ -238,27 +246,32 @@ def batch_split(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: 
     keep = (input_name(layer.stages[0].name), *layer.always, *keep)
     first, rest = exchange.part([layer.stages[0].name]), exchange.part([stage.name for stage in layer.stages[1:]])
 
+    def gather(part, stored, i):
+        return part.gather(*(at(part.of(tree), i) for tree in stored))
+
     @jax.custom_vjp
     def run(params, given, xs, contexts):
         return run_forward(params, given, xs, contexts)[0]
 
     def run_forward(params, given, xs, contexts):
         num_layers = jax.tree.leaves(params)[0].shape[0]
+        stored = params, jax.vmap(exchange.quantize)(params)
 
         def one_layer(carry, i):
             xs, w = carry
-            w = w | rest.gather(at(rest.of(params), i))
-            ahead = first.gather(at(first.of(params), jnp.minimum(i + 1, num_layers - 1)))
+            w = w | gather(rest, stored, i)
+            ahead = gather(first, stored, jnp.minimum(i + 1, num_layers - 1))
             xs, tape = forward(layer, w, [Given(at(given, i), c) for c in contexts], xs)
             seen = total([layer.observe(_merged(tape, m)) for m in range(len(xs))])
             return (xs, ahead), (tape.only((*keep, *offload)).moved(offload, jax.memory.Space.Host), seen)
 
-        start = [xs[0], layer.pending(xs[1])], first.gather(at(first.of(params), 0))
+        start = [xs[0], layer.pending(xs[1])], gather(first, stored, 0)
         (xs, w), (tapes, seen) = lax.scan(one_layer, start, jnp.arange(num_layers))
-        return ([xs[0], layer.combine(xs[1])], seen), (params, given, contexts, w, tapes)
+        return ([xs[0], layer.combine(xs[1])], seen), (stored, given, contexts, w, tapes)
 
     def run_backward(residuals, cotangents):
-        params, given, contexts, w, tapes = residuals
+        stored, given, contexts, w, tapes = residuals
+        params, _ = stored
         num_layers = jax.tree.leaves(params)[0].shape[0]
 
         def settle(grads, i, shards):
@@ -269,8 +282,8 @@ def batch_split(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: 
         def one_layer(carry, of_layer):
             dxs, w, dw_above, shards, grads = carry
             tape, i = of_layer
-            w = w | rest.gather(at(rest.of(params), i))
-            w_below = first.gather(at(first.of(params), jnp.maximum(i - 1, 0)))
+            w = w | gather(rest, stored, i)
+            w_below = gather(first, stored, jnp.maximum(i - 1, 0))
             grads = settle(grads, i, shards)  # zeros on the first two layers
             shards = first.scatter(dw_above)
             tape = tape.moved(offload, jax.memory.Space.Device)
@@ -279,7 +292,7 @@ def batch_split(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: 
             return (dxs, w_below, first.total([first.of(dw) for dw in dws]), shards, grads), None
 
         dxs, _ = cotangents
-        dw = first.total([jax.tree.map(jnp.zeros_like, w)])
+        dw = first.total([jax.tree.map(jnp.zeros_like, slots(w))])
         shards = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(exchange.shards, at(params, 0)))
         start = list(dxs), w, dw, shards, zeros(params)
         (dxs, _, dw, shards, grads), _ = lax.scan(one_layer, start, (tapes, jnp.arange(num_layers)), reverse=True)

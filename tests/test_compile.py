@@ -1,5 +1,6 @@
 """The command, as people call it: a compilation for a TPU that is not here, and what it refuses."""
 
+import collections
 import importlib.util
 import json
 import os
@@ -9,6 +10,8 @@ import subprocess
 import sys
 
 import pytest
+
+from maxds.aot import cost, hlo
 
 TINY = pathlib.Path(__file__).with_name("tiny.yaml")
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
@@ -97,6 +100,30 @@ def test_every_source_is_in_the_package(compiled):
     _, found, _ = compiled
     sources = {entry["source"] for entry in found["cost"]["slowest"] if entry["source"]}
     assert sources and all(source.startswith("maxds/") for source in sources)
+
+
+@needs_libtpu
+def test_in_float8_weights_and_tokens_are_gathered_by_the_byte_and_grouped_matmuls_read_bytes():
+    program = (
+        "import sys; from maxds import config, loader, mesh, step; from maxds.aot import topology\n"
+        "topology.prepare(); c, _ = loader.load(config.Config, sys.argv[1], sys.argv[2:])\n"
+        "stepper = step.make(c, mesh.make(c.mesh, topology.devices('tpu7x:2x2x1')))\n"
+        "print(stepper.compile().as_text())"
+    )
+    one_layer = "model.num_hidden_layers=1", "model.first_k_dense_replace=0", "loss.balance=0"
+    result = command(TINY, "precision.matmul=fp8", *one_layer, program=("-c", program))
+    assert (result.returncode, result.stderr) == (0, "")
+    module = hlo.parse(result.stdout)
+    found = [(c, i) for c in module.computations.values() for i in c.instructions]
+    gathers = collections.Counter(i.arrays[0].dtype for _, i in found if i.opcode.startswith("all-gather"))
+    matrices = 11  # q_down, q_up, kv_down, k_rope, k_up, v_up, out; up and down of shared and of routed experts
+    assert gathers["f8e4m3fn"] >= matrices + 2  # at least, whatever is gathered again: tokens of two microbatches
+    assert gathers["f8e5m2"] == 4  # the gradients of combine, of the first round of experts and of further ones
+    kernels = [(c, i) for c, i in found if cost.is_grouped_matmul(i)]
+    assert kernels
+    for computation, kernel in kernels:
+        operands = [computation.by_name[name].arrays[0].dtype for name in kernel.operands]
+        assert sum(dtype.startswith("f8") for dtype in operands) == 2, operands
 
 
 @needs_libtpu

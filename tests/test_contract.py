@@ -194,6 +194,68 @@ def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtyp
     assert dtypes(backward, "psum", "data") == {dcn: len(SPLIT)}
 
 
+# ----------------------------------------------------------------------------------------- float8
+
+FLOAT8 = tiny.config(MODEL, "batch_split", (2, 2, 2), precision={"compute": "bfloat16", "matmul": "fp8"})
+
+
+def travelling(jaxpr, collective, axis):
+    """Dtypes of what travels, of the layer and its first round of experts."""
+    found = [
+        e
+        for name, e, inside in jaxprs.equations(jaxpr)
+        if name == collective and axis in e.params["axis_name"] and "while" not in inside
+    ]
+    return collections.Counter(e.invars[0].aval.dtype.name for e in found)
+
+
+def test_in_float8_a_weight_of_a_matmul_travels_in_a_byte_and_its_scales_beside_it_where_shards_differ_in_them():
+    for scan in scans(FLOAT8):
+        found = travelling(scan.params["jaxpr"].jaxpr, "all_gather", "fsdp")
+        assert found == {"float8_e4m3fn": len(SPLIT) - 1, "bfloat16": 1, "float32": 1}  # scales of `out`; the router
+
+
+def test_in_float8_tokens_travel_beside_their_scales_and_sums_in_the_compute_dtype():
+    forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(FLOAT8))
+    # Of each microbatch: tokens, their scales, the weights that the experts' outputs are combined with; choices.
+    dispatch = collections.Counter(float8_e4m3fn=2, bfloat16=2, float32=2)
+    assert travelling(forward, "all_gather", "expert") == dispatch + collections.Counter(int32=2)
+    # Again, and the gradients of combine with their scales.
+    combine = collections.Counter(float8_e5m2=2, bfloat16=2)
+    assert travelling(backward, "all_gather", "expert") == dispatch + combine
+    assert travelling(forward, "reduce_scatter", "expert") == {"bfloat16": 2}
+    assert travelling(backward, "reduce_scatter", "expert") == {"bfloat16": 2, "float32": 2}
+    assert travelling(backward, "reduce_scatter", "fsdp") == {"float32": len(SPLIT)}
+
+
+def test_in_float8_all_is_multiplied_but_router_attention_embedding_and_head():
+    def operands(eqn):
+        return tuple(v.aval.dtype.name for v in eqn.invars[:2])
+
+    forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(FLOAT8))
+    kinds = ("dot_general", "_multiply", "_multiply_transposed")
+    first = [
+        collections.Counter(
+            operands(e) for name, e, inside in jaxprs.equations(jaxpr) if name in kinds and "while" not in inside
+        )
+        for jaxpr in (forward, backward)
+    ]
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    matrices = PROJECTIONS - 1  # not the router
+    assert first[0][e4m3, e4m3] == 2 * (matrices + 2)
+    assert first[1][e4m3, e4m3] == 2 * (matrices - 1)  # again: not the output projection
+    assert first[1][e5m2, e4m3] + first[1][e4m3, e5m2] == 2 * 2 * (matrices + 2)
+    others = [sum(n for dtypes, n in counts.items() if not any("float8" in d for d in dtypes)) for counts in first]
+    others_twice = 2 * (1 + ROTATIONS + ATTENTION + COUNTING), 2 * (1 + 2 + 2 * ROTATIONS + ATTENTION_BACKWARD)
+    assert tuple(others) == others_twice  # 1, 2: of the router
+
+    stepper = tiny.stepper(FLOAT8)
+    program = jaxprs.live(stepper.loss_and_grads, *tiny.inputs(FLOAT8), stepper.training)
+    found = [e for name, e, _ in jaxprs.equations(program) if name == "all_gather"]
+    vocabulary = [e.invars[0].aval.dtype.name for e in found if MODEL.vocab_size in e.invars[0].aval.shape]
+    assert vocabulary == ["bfloat16", "bfloat16"]  # embedding, head
+
+
 # ------------------------------------------------------------------------------------------ plain
 
 

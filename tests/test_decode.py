@@ -28,15 +28,15 @@ TOKENS = np.random.RandomState(0).randint(0, 61, (4, 9)).astype(np.int32)
 STEPS = TOKENS.shape[1] - max(LENGTHS)
 
 
-def stepper(model, sizes):
-    config = tiny.config(model, mesh=sizes)
+def stepper(model, sizes, matmul):
+    config = tiny.config(model, mesh=sizes, precision={"matmul": matmul})
     return step.make(config, mesh_lib.make(config.mesh, jax.devices()[: int(np.prod(sizes))]))
 
 
 @functools.cache
-def model_of(name, sizes=(1, 1, 1)):
+def model_of(name, sizes=(1, 1, 1), matmul="compute"):
     """A model with weights that numpy draws, which takes no compilation, and a router bias that matters."""
-    made, random = stepper(MODELS[name], sizes), np.random.RandomState(0)
+    made, random = stepper(MODELS[name], sizes, matmul), np.random.RandomState(0)
 
     def draw(abstract, mean=0.0, std=0.3):
         return jax.device_put(random.normal(mean, std, abstract.shape).astype(np.float32), abstract.sharding)
@@ -50,9 +50,9 @@ def model_of(name, sizes=(1, 1, 1)):
 
 
 @functools.cache
-def decoder(name, sizes=(1, 1, 1)):
+def decoder(name, sizes=(1, 1, 1), matmul="compute"):
     """(tokens [B S], lengths [B]) -> logits after each prompt and after each of the STEPS tokens that follow."""
-    made, state = model_of(name, sizes)
+    made, state = model_of(name, sizes, matmul)
 
     def per_device(weights, bias, tokens, lengths):
         bound = decode.make(made.network, weights, bias)
@@ -74,16 +74,16 @@ def decoder(name, sizes=(1, 1, 1)):
 
 
 @functools.cache
-def forward(name):
-    made, state = model_of(name)
+def forward(name, matmul="compute"):
+    made, state = model_of(name, matmul=matmul)
     return functools.partial(score.program(made), state.params, state.router_bias)
 
 
-def full_logits(name, tokens):
+def full_logits(name, tokens, matmul="compute"):
     """By the forward pass of training."""
     positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
     batch = {"tokens": tokens, "segments": np.ones_like(tokens), "positions": positions}
-    return np.asarray(forward(name)(batch))
+    return np.asarray(forward(name, matmul)(batch))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,6 +93,14 @@ def test_prompt_and_steps_give_the_logits_of_the_full_forward_pass(name):
     wanted = np.take_along_axis(full_logits(name, TOKENS), at[..., None], axis=1)
     assert np.std(wanted) > 1
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+
+
+def test_prompts_run_in_float8_if_the_model_was_trained_so():
+    found = np.asarray(decoder("v3", matmul="fp8")(TOKENS, LENGTHS)[0])
+    wanted, exact = (full_logits("v3", TOKENS, matmul)[np.arange(4), LENGTHS - 1] for matmul in ("fp8", "compute"))
+    np.testing.assert_allclose(found[:, 0], wanted, atol=1e-4, rtol=0)
+    assert np.abs(wanted - exact).max() > 0.01
+    assert np.isfinite(found).all()
 
 
 def test_logits_do_not_depend_on_the_mesh():

@@ -3,19 +3,23 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from maxds.model import kernels, moe
+from maxds.quantize import FORWARD, Quantized, quantize
 
 ROWS, TOKENS, CHOICES, WIDTH = 16, 12, 2, 8
 
 
-def one_round():
+def one_round(float8):
     """What a round adds, and the gradients of its operands; five of the sixteen rows belong to no expert."""
     keys = jax.random.split(jax.random.key(0), 6)
     w = moe.Mlp(
         up=jax.random.normal(keys[0], (3, WIDTH, 8)),
         down=jax.random.normal(keys[1], (3, 4, WIDTH)),
     )
+    if float8:
+        w = jax.tree.map(lambda a: Quantized(quantize(a, FORWARD, over=(1, 2)), jnp.zeros_like(a)), w)
     tokens, weights = jax.random.normal(keys[2], (TOKENS, WIDTH)), jax.random.uniform(keys[3], (TOKENS, CHOICES))
     order = jax.random.permutation(keys[4], TOKENS * CHOICES)
     routing = moe.Routing(order, jnp.argsort(order), jnp.array([4, 0, 7]), jnp.array(11))
@@ -30,13 +34,14 @@ def one_round():
     return y, pull(jax.random.normal(keys[5], y.shape))
 
 
-def test_what_a_kernel_leaves_in_rows_of_no_expert_reaches_nothing(monkeypatch):
-    clean = one_round()
+@pytest.mark.parametrize("float8", [False, True])
+def test_what_a_kernel_leaves_in_rows_of_no_expert_reaches_nothing(monkeypatch, float8):
+    clean = one_round(float8)
 
-    def dirty(x, w, sizes):
+    def dirty(x, w, sizes, dtype):
         outside = (jnp.arange(len(x)) >= jnp.sum(sizes))[:, None]
-        return jnp.where(outside, 1e6, multiply(x, w, sizes))
+        return jnp.where(outside, 1e6, multiply(x, w, sizes, dtype))
 
     multiply = kernels._multiply
     monkeypatch.setattr(kernels, "_multiply", dirty)
-    jax.tree.map(np.testing.assert_array_equal, one_round(), clean)
+    jax.tree.map(np.testing.assert_array_equal, one_round(float8), clean)

@@ -10,14 +10,14 @@ import maxds
 
 PACKAGE = Path(maxds.__file__).parent
 # Upstream first: a module may import those before it. A folder of this list is one room.
-ORDER = """command config nodes loader mesh params schedule
+ORDER = """command config nodes loader mesh quantize params schedule
     model model.ops model.kernels model.attention model.moe model.deepseek model.decode
     optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
     data checkpoint records metrics report trained generate score loop train
     compile cluster jobset launch doctor""".split()
-ONLY = {"flops": {"config"}, "schedule": {"params"}}  # less than the order would allow
+ONLY = {"flops": {"config"}, "quantize": set(), "schedule": {"quantize", "params"}}  # less than the order would allow
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -6,6 +6,7 @@ import tiny
 
 from maxds.model import moe
 
+FLOAT8 = {"matmul": "fp8"}
 KEPT = ("attention", "expert_up", "mlp_up")
 # What is compared with `plain` on one device, whose terms and gradients test_oracle.py compares with the papers.
 # Layers: V3 has 1 dense, 3 MoE and 1 MTP module; V2 2 dense and 2 MoE; V2-Lite 1 MoE and 2 MTP modules.
@@ -29,8 +30,20 @@ CASES = {
     "split, overflowing": tiny.config(tiny.V3, "batch_split", (1, 2, 4), capacity=0.25),
     "split, V2": tiny.config(tiny.V2, "batch_split", (1, 2, 4)),
     "split, one layer, two MTP modules": tiny.config(tiny.V2_LITE, "batch_split", (1, 4, 2)),
+    "plain, float8, nothing recomputed": tiny.config(
+        tiny.V3, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
+    ),
+    "split, float8": tiny.config(tiny.V3, "batch_split", (2, 2, 2), precision=FLOAT8),
+    "split, float8, overflowing, nothing kept": tiny.config(
+        tiny.V2, "batch_split", (1, 4, 2), keep=(), capacity=0.25, precision=FLOAT8
+    ),
 }
 every_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
+
+
+def of_one_device(config):
+    """In float8 too: what is rounded depends neither on the mesh nor on the schedule."""
+    return tiny.config(config.model, precision={"matmul": config.precision.matmul})
 
 
 def terms(config):
@@ -39,7 +52,7 @@ def terms(config):
 
 @every_case
 def test_every_loss_term_is_that_of_one_device(config):
-    reference, found = tiny.outcome(tiny.config(config.model)), tiny.outcome(config)
+    reference, found = tiny.outcome(of_one_device(config)), tiny.outcome(config)
     assert found.counts == reference.counts
     for name in terms(config):
         np.testing.assert_allclose(found.sums[name], reference.sums[name], rtol=1e-6, err_msg=name)
@@ -47,7 +60,7 @@ def test_every_loss_term_is_that_of_one_device(config):
 
 @every_case
 def test_every_expert_has_the_load_of_one_device(config):
-    reference, found = tiny.outcome(tiny.config(config.model)).load, tiny.outcome(config).load
+    reference, found = tiny.outcome(of_one_device(config)).load, tiny.outcome(config).load
     assert found.keys() == reference.keys()
     for stack, load in reference.items():
         np.testing.assert_array_equal(found[stack], load)
@@ -55,7 +68,7 @@ def test_every_expert_has_the_load_of_one_device(config):
 
 @every_case
 def test_every_gradient_is_that_of_one_device(config):
-    error, where = tiny.largest_error(tiny.outcome(tiny.config(config.model)).grads, tiny.outcome(config).grads)
+    error, where = tiny.largest_error(tiny.outcome(of_one_device(config)).grads, tiny.outcome(config).grads)
     assert error < 1e-5, where
 
 
@@ -69,7 +82,7 @@ def test_every_gradient_is_that_of_one_device(config):
     ],
 )
 def test_accumulation_weighs_every_term_as_the_whole_batch_does(config, term):
-    reference = tiny.outcome(tiny.config(config.model), term)
+    reference = tiny.outcome(of_one_device(config), term)
     error, where = tiny.largest_error(reference.grads, tiny.outcome(config, term).grads)
     assert error < 1e-5, where
 

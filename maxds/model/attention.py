@@ -11,8 +11,9 @@ from jax.sharding import PartitionSpec as P
 
 from maxds.config import Model
 from maxds.model import kernels
-from maxds.model.ops import rms_norm, rotate, softmax_scale
+from maxds.model.ops import matmul, rms_norm, rotate, softmax_scale
 from maxds.params import Param, Tree
+from maxds.quantize import dequantized
 from maxds.schedule import Given
 
 
@@ -61,14 +62,16 @@ def norm(size: int) -> Param:
 def queries(c: Model, w: Attention, x: jax.Array, rope: Tree) -> jax.Array:
     """[B S D] -> [B N S H]: nope then rope dimensions, multiplied by the softmax scale."""
     if w.q_down is not None:
-        x = checkpoint_name(rms_norm(x @ w.q_down, w.q_norm, c.rms_norm_eps), "q_latent")
-    return rotate(jnp.einsum("bsq,qnh->bnsh", x, w.q_up), rope) * softmax_scale(c)
+        x = checkpoint_name(rms_norm(matmul("bsd,dq->bsq", x, w.q_down), w.q_norm, c.rms_norm_eps), "q_latent")
+    return rotate(matmul("bsq,qnh->bnsh", x, w.q_up), rope) * softmax_scale(c)
 
 
 def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array, jax.Array]:
     """[B S D] -> the latent of keys and values [B S C], and the rotated key shared by all heads [B S rope]."""
-    latent = rms_norm(x @ w.kv_down, w.kv_norm, c.rms_norm_eps)
-    return checkpoint_name(latent, "kv_latent"), checkpoint_name(rotate(x @ w.k_rope, rope), "kv_latent")
+    latent = rms_norm(matmul("bsd,dc->bsc", x, w.kv_down), w.kv_norm, c.rms_norm_eps)
+    return checkpoint_name(latent, "kv_latent"), checkpoint_name(
+        rotate(matmul("bsd,dr->bsr", x, w.k_rope), rope), "kv_latent"
+    )
 
 
 def expanded(
@@ -76,10 +79,10 @@ def expanded(
 ) -> tuple[jax.Array, tuple]:
     """Attention of queries [B N S H] to the tokens they belong to, whose latents are expanded to keys and values."""
     latent, rope = cached
-    nope = jnp.einsum("bsc,cnh->bnsh", latent, w.k_up)
+    nope = matmul("bsc,cnh->bnsh", latent, w.k_up)
     shared = jnp.broadcast_to(rope[:, None], (*nope.shape[:3], rope.shape[-1]))
     k = checkpoint_name(jnp.concatenate([nope, shared], axis=-1), "key")
-    v = checkpoint_name(jnp.einsum("bsc,cnh->bnsh", latent, w.v_up), "value")
+    v = checkpoint_name(matmul("bsc,cnh->bnsh", latent, w.v_up), "value")
     return kernels.attention(q, k, v, segments, kept)
 
 
@@ -98,12 +101,13 @@ def absorbed(
     """
     latent, rope = cached
     nope, turned = jnp.split(q, [c.qk_nope_head_dim], axis=-1)
-    into_latent = jnp.einsum("bnsh,cnh->bnsc", nope, w.k_up)
+    into_latent = jnp.einsum("bnsh,cnh->bnsc", nope, dequantized(w.k_up))
     scores = jnp.einsum("bnsc,bzc->bnsz", into_latent, latent, preferred_element_type=jnp.float32)
     scores += jnp.einsum("bnsh,bzh->bnsz", turned, rope, preferred_element_type=jnp.float32)
     past = jnp.arange(latent.shape[1]) <= positions[:, None, :, None]
     weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1).astype(latent.dtype)
-    return jnp.einsum("bnsc,cnv->bnsv", jnp.einsum("bnsz,bzc->bnsc", weights, latent), w.v_up)
+    out = jnp.einsum("bnsz,bzc->bnsc", weights, latent)
+    return jnp.einsum("bnsc,cnv->bnsv", out, dequantized(w.v_up))
 
 
 def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tuple[Tree, Tree]:
@@ -119,7 +123,7 @@ def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tu
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
     q = checkpoint_name(queries(c, w, y, rope), "query")
     out, more = read(q, latents(c, w, y, rope))
-    return dataclasses.replace(x, h=x.h + jnp.einsum("bnsv,ndv->bsd", out, w.out)), more
+    return dataclasses.replace(x, h=x.h + matmul("bnsv,ndv->bsd", out, w.out)), more
 
 
 def attend(c: Model, w: Attention, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict]:

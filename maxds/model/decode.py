@@ -20,6 +20,7 @@ from maxds.mesh import AXES
 from maxds.model import attention, ops
 from maxds.model.deepseek import Context, Network, Weights
 from maxds.model.moe import Stream
+from maxds.params import Tree
 from maxds.schedule import Given, at
 
 Over = Callable[[attention.Attention, jax.Array, tuple, tuple], jax.Array]
@@ -49,7 +50,7 @@ class Decoder:
     """A network and this device's shards of its weights. Build it with `make`, inside `shard_map`."""
 
     network: Network
-    weights: Weights
+    stacks: dict[str, tuple[Tree, Tree]]  # of layers: their shards, and as `Exchange.quantize` once, not for each token
     bias: dict[str, jax.Array]  # as `deepseek.router_bias`
     outer: tuple[jax.Array, jax.Array, jax.Array]  # as `Network.outer`: gathered once, not for every token
 
@@ -137,12 +138,10 @@ class Decoder:
         context = self.network.context(batch)
         carry = Stream(self.network.embed(self.outer[0], batch["tokens"]), jnp.zeros((), jnp.float32)), cache
         first = 0
-        for name in ("dense_layers", "moe_layers"):
-            stacked = getattr(self.weights, name)
-            if stacked is not None:
-                layers = jnp.arange(first, first := first + len(stacked["attention"].norm))
-                body = self._one_layer(name, context, batch["positions"], over)
-                carry, _ = lax.scan(body, carry, (stacked, self.bias.get(name), layers))
+        for name, stored in self.stacks.items():
+            layers = jnp.arange(first, first := first + len(stored[0]["attention"].norm))
+            body = self._one_layer(name, context, batch["positions"], over)
+            carry, _ = lax.scan(body, carry, (stored, self.bias.get(name), layers))
         x, cache = carry
         return x.h, cache
 
@@ -153,8 +152,8 @@ class Decoder:
         layer, exchange = network.layer(declared), network.exchange(declared)
 
         def body(carry, of_layer):
-            (x, cache), (shards, bias, i) = carry, of_layer
-            w = exchange.gather(shards)
+            (x, cache), (stored, bias, i) = carry, of_layer
+            w = exchange.gather(*stored)
 
             def read(q, own):
                 written = cache.write(i, positions, own)
@@ -175,7 +174,13 @@ class Decoder:
 
 def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Decoder:
     """Binds a network to this device's shards of its weights."""
-    return Decoder(network, weights, bias, network.outer(weights))
+    stacks = {}
+    for name in ("dense_layers", "moe_layers"):
+        shards = getattr(weights, name)
+        if shards is not None:
+            exchange = network.exchange(params_lib.unstacked(getattr(network.declared, name)))
+            stacks[name] = shards, jax.vmap(exchange.quantize)(shards)
+    return Decoder(network, stacks, bias, network.outer(weights))
 
 
 def _anywhere(active: jax.Array) -> jax.Array:

@@ -103,10 +103,16 @@ class Network:
         """Parts that a device's batch is split into."""
         return 2 if self.config.schedule.kind == "batch_split" else 1
 
+    @property
+    def float8(self) -> bool:
+        """Whether matmuls are in float8."""
+        return self.config.precision.matmul == "fp8"
+
     def exchange(self, declared: Tree) -> Exchange:
         """How weights of this declaration travel. Stacked weights travel a layer at a time."""
         precision = self.config.precision
-        return Exchange(declared, *map(jnp.dtype, (precision.compute, precision.reduce, precision.reduce_dcn)))
+        compute, ici, dcn = map(jnp.dtype, (precision.compute, precision.reduce, precision.reduce_dcn))
+        return Exchange(declared, compute, ici, dcn, self.float8)
 
     def chain(self, stacked: Tree) -> schedule.Run:
         """The schedule of config, over a stack of layers declared like this."""
@@ -124,12 +130,12 @@ class Network:
             mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
             return schedule.Layer((attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=lambda kept: {})
         capacity = self.config.schedule.capacity
-        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, capacity))
+        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, capacity, self.float8))
         experts = schedule.Stage("experts", functools.partial(moe.experts, c))
         return schedule.Layer(
             (attend, dispatch, experts),
-            combine=functools.partial(moe.combine, c),
-            uncombine=functools.partial(moe.uncombine, c, capacity),
+            combine=functools.partial(moe.combine, c, self.float8),
+            uncombine=functools.partial(moe.uncombine, c, capacity, self.float8),
             pending=functools.partial(moe.pending, c, capacity),
             observe=lambda kept: {"load": moe.load(c, kept["routing"][0])},
             always=("routing",),
@@ -162,7 +168,8 @@ class Network:
         for stack in [s for s in ("dense_layers", "moe_layers") if getattr(weights, s) is not None]:
             declared = params_lib.unstacked(getattr(self.declared, stack))
             shards, layer_bias = schedule.at((getattr(weights, stack), bias.get(stack)), 0)
-            w, layer = self.exchange(declared).gather(shards), self.layer(declared)
+            exchange, layer = self.exchange(declared), self.layer(declared)
+            w = exchange.gather(shards, exchange.quantize(shards))
             given = [schedule.Given(layer_bias, context)] * 2
             _, found[stack] = schedule.forward(layer, w, given, [x, layer.pending(x)])
         return found
@@ -178,7 +185,8 @@ class Network:
         declared = self.declared.mtp
         chain, entry = self.chain(declared.layer), self.exchange(_without_layer(params_lib.unstacked(declared)))
         for depth in range(self.model.num_nextn_predict_layers):
-            w = entry.fetch(schedule.at(_without_layer(weights), depth))
+            shards = schedule.at(_without_layer(weights), depth)
+            w = entry.fetch(shards, entry.quantize(shards))
             xs = [self._enter_mtp(w, table, x, t) for x, t in zip(xs, targets, strict=True)]
             present = [self._only_before(t, c) for t, c in zip(targets, contexts, strict=True)]
             layer, layer_bias = jax.tree.map(lambda a, i=depth: a[i : i + 1], (weights.layer, bias))
@@ -193,8 +201,8 @@ class Network:
         """Joins the hidden state with the embedding of the next token, `ahead` [B S] (V3, eq. 21)."""
         eps = self.model.rms_norm_eps
         embedded = ops.rms_norm(self.embed(table, ahead), w.embed_norm, eps)
-        hidden = ops.rms_norm(x.h, w.hidden_norm, eps)
-        return dataclasses.replace(x, h=jnp.concatenate([embedded, hidden], axis=-1) @ w.projection)
+        joined = jnp.concatenate([embedded, ops.rms_norm(x.h, w.hidden_norm, eps)], axis=-1)
+        return dataclasses.replace(x, h=ops.matmul("bsc,cd->bsd", joined, w.projection))
 
     def _only_before(self, ahead: jax.Array, context: Context) -> Context:
         """Makes padding of the positions that nothing follows: there is no token for them to join."""
@@ -203,7 +211,9 @@ class Network:
     def outer(self, weights: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Gathered embedding [V D], final norm [D] and head [D V]."""
         declared, names = self.declared, ("embed", "norm", "head")
-        w = self.exchange({n: getattr(declared, n) for n in names}).fetch({n: getattr(weights, n) for n in names})
+        exchange = self.exchange({n: getattr(declared, n) for n in names})
+        shards = {n: getattr(weights, n) for n in names}
+        w = exchange.fetch(shards, exchange.quantize(shards))
         return w["embed"], w["norm"], w["embed"].T if w["head"] is None else w["head"]
 
     def split(self, batch: dict) -> list[dict]:

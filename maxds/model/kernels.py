@@ -22,6 +22,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxds.model import tpu
+from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
@@ -170,50 +171,91 @@ def _attend_span_backward(start, k, v, segments, of_queries):
 # --------------------------------------------------------------------------------- grouped matmul
 
 
-def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, kept: jax.Array | None = None) -> jax.Array:
+def grouped_matmul(
+    x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array, kept: jax.Array | None = None
+) -> jax.Array:
     """Multiplies rows, sorted by group, by the matrix of their group.
 
     Args:
       x: [R I].
-      w: [G I O].
+      w: [G I O]; in float8 with a scale for each group, the rows are rounded as in `ops.matmul`.
       sizes: [G] int32: how many rows each group has. Rows past their sum give zero.
       kept: the result of an earlier call; it is then returned as it is.
 
     Returns:
       [R O].
     """
+    if isinstance(w, Quantized):
+        return _grouped_matmul_float8(x, w, sizes, kept)
     return _grouped_matmul(x, w, sizes, kept)
 
 
 @jax.custom_vjp
 def _grouped_matmul(x, w, sizes, kept):
-    return _multiply(x, w, sizes) if kept is None else kept
+    return _multiply(x, w, sizes, x.dtype) if kept is None else kept
 
 
 def _grouped_matmul_backward(residuals, dy):
     x, w, sizes, kept = residuals
-    dx = _multiply(dy, w.swapaxes(1, 2), sizes)
-    dw = _multiply_transposed(x, dy, sizes)
+    dx = _multiply(dy, w.swapaxes(1, 2), sizes, dy.dtype)
+    dw = _multiply_transposed(x, dy, sizes, dy.dtype)
     return dx, dw, None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _grouped_matmul.defvjp(lambda *args: (_grouped_matmul(*args), args), _grouped_matmul_backward)
 
 
-@functools.partial(jax.jit, inline=False)
-def _multiply(x, w, sizes):
-    return lax.platform_dependent(x, w, sizes, cpu=_multiply_by_blocks, default=lax.ragged_dot)
+@functools.partial(jax.jit, inline=False, static_argnums=3)
+def _multiply(x, w, sizes, dtype):
+    """[R I], [G I O] -> [R O] of `dtype`."""
+    by_blocks = functools.partial(_multiply_by_blocks, dtype=dtype)
+    ragged = functools.partial(lax.ragged_dot, preferred_element_type=dtype)
+    return lax.platform_dependent(x, w, sizes, cpu=by_blocks, default=ragged)
 
 
-@functools.partial(jax.jit, inline=False)
-def _multiply_transposed(x, dy, sizes):
-    """[R I], [R O] -> [G I O]: the sum of the outer products of each group's rows."""
+@functools.partial(jax.jit, inline=False, static_argnums=3)
+def _multiply_transposed(x, dy, sizes, dtype):
+    """[R I], [R O] -> [G I O] of `dtype`: the sum of the outer products of each group's rows."""
 
     def ragged(x, dy, sizes):
         numbers = lax.RaggedDotDimensionNumbers(((((0,), (0,)), ((), ()))), (0,), ())
-        return lax.ragged_dot_general(x, dy, sizes, numbers)
+        return lax.ragged_dot_general(x, dy, sizes, numbers, preferred_element_type=dtype)
 
-    return lax.platform_dependent(x, dy, sizes, cpu=_multiply_transposed_by_blocks, default=ragged)
+    by_blocks = functools.partial(_multiply_transposed_by_blocks, dtype=dtype)
+    return lax.platform_dependent(x, dy, sizes, cpu=by_blocks, default=ragged)
+
+
+@jax.custom_vjp
+def _grouped_matmul_float8(x, w, sizes, kept):
+    return _grouped_matmul_float8_forward(x, w, sizes, kept)[0]
+
+
+def _grouped_matmul_float8_forward(x, w, sizes, kept):
+    rounded, w = quantize(x, FORWARD, over=(1,)), w.array
+    y = kept
+    if kept is None:
+        y = _multiply(rounded.qvalue, w.qvalue, sizes, x.dtype)
+        y *= rounded.scale * _of_rows(w.scale, sizes, len(x))
+    return y, (rounded, w, sizes, kept)
+
+
+def _grouped_matmul_float8_backward(residuals, dy):
+    x, w, sizes, kept = residuals
+    inside = jnp.arange(len(dy))[:, None] < jnp.sum(sizes)  # rows of no group hold anything, and must not set scales
+    for_x, for_w = quantize(dy, BACKWARD, over=(1,)), quantize(jnp.where(inside, dy * x.scale, 0), BACKWARD, over=(0,))
+    dx = _multiply(for_x.qvalue, w.qvalue.swapaxes(1, 2), sizes, dy.dtype)
+    dx *= for_x.scale * _of_rows(w.scale, sizes, len(dy))
+    dw = _multiply_transposed(x.qvalue, for_w.qvalue, sizes, dy.dtype) * for_w.scale
+    return dx, Quantized(None, dw), None, jax.tree.map(jnp.zeros_like, kept)
+
+
+_grouped_matmul_float8.defvjp(_grouped_matmul_float8_forward, _grouped_matmul_float8_backward)
+
+
+def _of_rows(scale, sizes, rows):
+    """[G 1 1] -> [R 1]: that of each row's group."""
+    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right", method="compare_all")
+    return jnp.take(scale[:, 0], group, axis=0, mode="clip")
 
 
 def _row_blocks(rows, sizes):
@@ -236,28 +278,29 @@ def _row_blocks(rows, sizes):
     return size, block, last[-1]
 
 
-def _multiply_by_blocks(x, w, sizes):
+def _multiply_by_blocks(x, w, sizes, dtype):
     size, block, count = _row_blocks(len(x), sizes)
 
     def body(i, out):
         group, start, own = block(i)
-        y = lax.dynamic_slice_in_dim(x, start, size) @ lax.dynamic_index_in_dim(w, group, keepdims=False)
+        rows, matrix = lax.dynamic_slice_in_dim(x, start, size), lax.dynamic_index_in_dim(w, group, keepdims=False)
+        y = lax.dot(rows, matrix, preferred_element_type=dtype)
         y = jnp.where(own, y, lax.dynamic_slice_in_dim(out, start, size))
         return lax.dynamic_update_slice_in_dim(out, y, start, 0)
 
-    return lax.fori_loop(0, count, body, jnp.zeros((len(x), w.shape[2]), x.dtype))
+    return lax.fori_loop(0, count, body, jnp.zeros((len(x), w.shape[2]), dtype))
 
 
-def _multiply_transposed_by_blocks(x, dy, sizes):
+def _multiply_transposed_by_blocks(x, dy, sizes, dtype):
     size, block, count = _row_blocks(len(x), sizes)
 
     def body(i, dw):
         group, start, own = block(i)
         rows = jnp.where(own, lax.dynamic_slice_in_dim(x, start, size), 0)
-        update = rows.T @ lax.dynamic_slice_in_dim(dy, start, size)
+        update = lax.dot(rows.T, lax.dynamic_slice_in_dim(dy, start, size), preferred_element_type=dtype)
         return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
 
-    return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), x.dtype))
+    return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), dtype))
 
 
 # ---------------------------------------------------------------------------------- tokens and routed rows

@@ -17,6 +17,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import qwix
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
@@ -24,8 +25,9 @@ from jax.sharding import PartitionSpec as P
 from maxds.config import Model
 from maxds.model import kernels
 from maxds.model.attention import norm
-from maxds.model.ops import rms_norm, swiglu
+from maxds.model.ops import matmul, rms_norm, swiglu
 from maxds.params import Param, Tree
+from maxds.quantize import BACKWARD, FORWARD, Quantized, gradients, quantize, slots, with_slots
 from maxds.schedule import Given
 
 
@@ -133,18 +135,18 @@ def dense(c: Model, w: Dense, x: Stream, given: Given, kept: dict | None = None)
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
     up = kept_product(y, w.mlp.up, (kept or {}).get("mlp_up"))
     up = checkpoint_name(up, "mlp_up")
-    return dataclasses.replace(x, h=x.h + swiglu(up) @ w.mlp.down), {"mlp_up": up}
+    return dataclasses.replace(x, h=x.h + matmul("bsf,fd->bsd", swiglu(up), w.mlp.down)), {"mlp_up": up}
 
 
 @jax.custom_vjp
-def kept_product(x: jax.Array, w: jax.Array, kept: jax.Array | None) -> jax.Array:
-    """x @ w, or its kept result with the gradient of one."""
-    return x @ w if kept is None else kept
+def kept_product(x: jax.Array, w: jax.Array | Quantized, kept: jax.Array | None) -> jax.Array:
+    """[B S D] by [D F], or its kept result with the gradient of a product."""
+    return matmul("bsd,df->bsf", x, w) if kept is None else kept
 
 
 def _kept_product_backward(residuals, dy):
     x, w, kept = residuals
-    return *jax.vjp(jnp.matmul, x, w)[1](dy), jax.tree.map(jnp.zeros_like, kept)
+    return *jax.vjp(functools.partial(matmul, "bsd,df->bsf"), x, w)[1](dy), jax.tree.map(jnp.zeros_like, kept)
 
 
 kept_product.defvjp(lambda *args: (kept_product(*args), args), _kept_product_backward)
@@ -209,7 +211,7 @@ def load(c: Model, chosen: jax.Array) -> jax.Array:
 
 
 def dispatch(
-    c: Model, capacity: float, w: Dispatch, x: Stream, given: Given, kept: dict | None = None
+    c: Model, capacity: float, float8: bool, w: Dispatch, x: Stream, given: Given, kept: dict | None = None
 ) -> tuple[Dispatched, dict]:
     """The stage: shared experts, routing, and the rows of tokens for the experts.
 
@@ -219,7 +221,8 @@ def dispatch(
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
     h = x.h
     if w.shared is not None:
-        h += swiglu(checkpoint_name(y @ w.shared.up, "shared_up")) @ w.shared.down
+        up = checkpoint_name(matmul("bsd,df->bsf", y, w.shared.up), "shared_up")
+        h += matmul("bsf,fd->bsd", swiglu(up), w.shared.down)
     y = y.reshape(-1, y.shape[-1])
     scores = score(c, w, y)
     if kept is None:
@@ -229,9 +232,8 @@ def dispatch(
     chosen = chosen.reshape(len(scores), -1)
     weights = all_gather(combine_weights(c, scores, chosen))
     rows = rows_at_a_time(weights.size, lax.axis_size("expert"), capacity)
-    routed = checkpoint_name(
-        kernels.rows_of_tokens(all_gather(y), routes(routing, rows, 0, weights.shape)), "dispatched"
-    )
+    tokens = of_all(float8, y)
+    routed = checkpoint_name(kernels.rows_of_tokens(tokens, routes(routing, rows, 0, weights.shape)), "dispatched")
     stream = Stream(h, x.balance + balance_loss(c, scores, chosen, segments))
     return Dispatched(stream, y, routed, weights, routing), kept
 
@@ -244,6 +246,36 @@ def all_gather(x: jax.Array) -> jax.Array:
 def reduce_scatter(x: jax.Array) -> jax.Array:
     """The transpose of `all_gather`: sums over the `expert` axis, [A …] -> [T …]."""
     return lax.psum_scatter(x, "expert", scatter_dimension=0, tiled=True)
+
+
+@jax.custom_vjp
+def all_gather_float8(x: jax.Array) -> jax.Array:
+    """As `all_gather`, rounded to e4m3, in which rows travel with their scales. Gradients are summed in their dtype."""
+    return _all_gather_rounded(x, FORWARD)
+
+
+@jax.custom_vjp
+def reduce_scatter_float8(x: jax.Array) -> jax.Array:
+    """As `reduce_scatter`; gradients are rounded to e5m2, in which rows travel with their scales."""
+    return reduce_scatter(x)
+
+
+def of_all(float8: bool, y: jax.Array) -> jax.Array:
+    """The tokens of every device on the `expert` axis, [T D] -> [A D]."""
+    return (all_gather_float8 if float8 else all_gather)(y)
+
+
+def home(float8: bool, partial: jax.Array) -> jax.Array:
+    """The sums of what all devices add to this one's tokens, [A D] -> [T D]."""
+    return (reduce_scatter_float8 if float8 else reduce_scatter)(partial)
+
+
+def _all_gather_rounded(x, dtype):
+    return qwix.dequantize(jax.tree.map(all_gather, quantize(x, dtype, over=(1,))))
+
+
+all_gather_float8.defvjp(lambda x: (all_gather_float8(x), None), lambda _, dy: (reduce_scatter(dy),))
+reduce_scatter_float8.defvjp(lambda x: (reduce_scatter(x), None), lambda _, dy: (_all_gather_rounded(dy, BACKWARD),))
 
 
 def sort(c: Model, chosen: jax.Array) -> Routing:
@@ -313,8 +345,9 @@ def _further_round(rows: int, i, operands, routing: Routing):
     """What round i adds to this device's tokens [T D], moving its rows by itself."""
     w, y, weights = operands
     route = routes(routing, rows, i, weights.shape)
-    x = kernels.rows_of_tokens(all_gather(y), route)
-    found = reduce_scatter(kernels.tokens_of_rows(_multiplied(w, x, weights, routing, i)[0], route))
+    float8 = isinstance(w.up, Quantized)
+    x = kernels.rows_of_tokens(of_all(float8, y), route)
+    found = home(float8, kernels.tokens_of_rows(_multiplied(w, x, weights, routing, i)[0], route))
     return lax.optimization_barrier(found)  # else the compiler would scatter even the sum over no rounds
 
 
@@ -345,33 +378,36 @@ def _all_rounds_backward(residuals, cotangents):
     rows, operands, routing, kept, up = residuals
     dout, dmore, _ = cotangents
 
-    def first(rows, operands):
-        w, _, weights = operands
-        return _multiplied(w, rows, weights, routing, 0, up)[0]
+    w, y, weights = operands
+
+    def first(rows, own, y, weights):
+        return _multiplied(with_slots(w, own), rows, weights, routing, 0, up)[0]
 
     def further(i, grads):
-        _, pull = jax.vjp(lambda operands: _further_round(len(rows), i, operands, routing), operands)
-        return jax.tree.map(jnp.add, grads, lax.optimization_barrier(pull(dmore)[0]))
+        def run(own, *others):
+            return _further_round(len(rows), i, (with_slots(w, own), *others), routing)
 
-    drows, grads = jax.vjp(first, rows, operands)[1](dout)
-    grads = lax.fori_loop(1, _rounds(len(rows), routing), further, grads)
-    return drows, grads, None, jax.tree.map(jnp.zeros_like, kept)
+        return jax.tree.map(jnp.add, grads, lax.optimization_barrier(jax.vjp(run, slots(w), y, weights)[1](dmore)))
+
+    drows, *grads = jax.vjp(first, rows, slots(w), y, weights)[1](dout)
+    dw, *others = lax.fori_loop(1, _rounds(len(rows), routing), further, tuple(grads))
+    return drows, (gradients(w, dw), *others), None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
-def combine(c: Model, x: Computed) -> Stream:
-    """Sums each token's rows, brings the sum home and adds it to the residual stream. Linear."""
+def combine(c: Model, float8: bool, x: Computed) -> Stream:
+    """Sums each token's rows, brings the sum home and adds it to the residual stream. Linear, but for float8."""
     shape = len(x.routing.order) // c.num_experts_per_tok, c.num_experts_per_tok
     partial = kernels.tokens_of_rows(x.rows, routes(x.routing, len(x.rows), 0, shape))
-    return dataclasses.replace(x.stream, h=x.stream.h + reduce_scatter(partial).reshape(x.stream.h.shape))
+    return dataclasses.replace(x.stream, h=x.stream.h + home(float8, partial).reshape(x.stream.h.shape))
 
 
-def uncombine(c: Model, capacity: float, kept: dict, dy: Stream) -> Computed:
+def uncombine(c: Model, capacity: float, float8: bool, kept: dict, dy: Stream) -> Computed:
     """The transpose of `combine`, of a microbatch whose layer kept this."""
     like = dataclasses.replace(pending(c, capacity, dy), routing=kept["routing"][1])
-    return jax.vjp(functools.partial(combine, c), like)[1](dy)[0]
+    return jax.vjp(functools.partial(combine, c, float8), like)[1](dy)[0]
 
 
 def pending(c: Model, capacity: float, x: Stream) -> Computed:

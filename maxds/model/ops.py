@@ -1,13 +1,76 @@
-"""Normalization, MLP, rotary embedding, cross-entropy."""
+"""Matmul, normalization, MLP, rotary embedding, cross-entropy."""
 
+import functools
 import math
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import qwix
 from jax import lax
 
 from maxds.config import Model
+from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
+
+# ------------------------------------------------------------------------------------------- matmul
+
+
+def matmul(subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array:
+    """`jnp.einsum` of activations and a weight, in float8 where the weight is.
+
+    Then `x` is rounded to e4m3 with a scale for each row, and the result's gradient to e5m2: with a scale for each row
+    where it is multiplied by `w`, for each output feature where it is multiplied by `x`.
+
+    Args:
+      subscripts: such as "bsd,df->bsf": rows and inputs, inputs and outputs, rows and outputs.
+      x: activations.
+      w: its scales are of outputs.
+    """
+    return _matmul_float8(subscripts, x, w) if isinstance(w, Quantized) else jnp.einsum(subscripts, x, w)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul_float8(subscripts, x, w):
+    return _matmul_float8_forward(subscripts, x, w)[0]
+
+
+def _matmul_float8_forward(subscripts, x, w):
+    of_x, of_w, _ = _dimensions(subscripts)
+    x = quantize(x, FORWARD, over=_places(of_w, of_x))
+    return qwix.einsum(subscripts, x, w.array), (x, w.array)
+
+
+def _matmul_float8_backward(subscripts, residuals, dy):
+    """What is summed over cannot have scales of its own, so those of x and w are first multiplied into dy: exactly."""
+    (x, w), (of_x, of_w, of_y) = residuals, _dimensions(subscripts)
+    for_x = quantize(dy * _along(of_y, of_w, w.scale), BACKWARD, over=_places(of_w, of_y))
+    for_w = quantize(dy * _along(of_y, of_x, x.scale), BACKWARD, over=_places(of_x, of_y))
+    dx = qwix.einsum(f"{of_y},{of_w}->{of_x}", for_x, w.qvalue, preferred_element_type=dy.dtype)
+    dw = qwix.einsum(f"{of_x},{of_y}->{of_w}", x.qvalue, for_w, preferred_element_type=dy.dtype)
+    return dx, Quantized(None, dw)
+
+
+_matmul_float8.defvjp(_matmul_float8_forward, _matmul_float8_backward)
+
+
+def _dimensions(subscripts: str) -> list[str]:
+    """The letters of x, w and the result."""
+    return subscripts.replace("->", ",").split(",")
+
+
+def _places(letters: str, within: str) -> tuple[int, ...]:
+    return tuple(i for i, letter in enumerate(within) if letter in letters)
+
+
+def _along(result: str, operand: str, scale: jax.Array) -> jax.Array:
+    """The scales of an operand, where the result has its dimensions."""
+    shared = [operand.index(letter) for letter in result if letter in operand]
+    summed = [i for i in range(len(operand)) if i not in shared]
+    sizes = [scale.shape[operand.index(letter)] if letter in operand else 1 for letter in result]
+    return scale.transpose(*shared, *summed).reshape(sizes)
+
+
+# ------------------------------------------------------------------------------------ norm, MLP
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
