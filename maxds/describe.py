@@ -135,18 +135,26 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, declared).init, local)
     sums = 2 if config.optimizer.accumulate_steps > 1 else 1
     layers = 2 if config.schedule.kind == "batch_split" else 1
+    float8 = precision.matmul == "fp8"
 
     def gathered(weights: Tree) -> int:
-        whole, dtype = axes | {"fsdp": 1}, precision.compute
-        return _size(params_lib.derive(lambda p: _part(p, whole, "float32" if p.float32 else dtype), weights))
+        def one(p: Param) -> jax.ShapeDtypeStruct:
+            dtype = "float32" if p.float32 else "float8_e4m3fn" if float8 and p.in_matmul else precision.compute
+            return _part(p, axes | {"fsdp": 1}, dtype)
 
-    return {
+        return _size(params_lib.derive(one, weights))
+
+    found = {
         f"parameters, {precision.params}": _size(local),
         f"optimizer state, {kind} in {state}": _size(moments),
         "gradients" + (", of a part and of those before" if sums == 2 else ""): sums * _size(local),
         "embedding and head, gathered": gathered((declared.embed, declared.norm, declared.head)),
         f"MoE layers gathered at a time: {layers}": layers * gathered(params_lib.unstacked(declared.moe_layers)),
     }
+    if float8:
+        rounded = params_lib.derive(lambda p: _part(p, axes, "float8_e4m3fn") if p.in_matmul else None, declared)
+        found["parameters of matmuls, float8, without scales"] = _size(rounded)
+    return found
 
 
 def _part(p: Param, axes: dict[str, int], dtype: str) -> jax.ShapeDtypeStruct:

@@ -97,9 +97,23 @@ def test_gathered_layers_are_in_the_compute_dtype_and_experts_stay_split():
     assert row(split, "MoE layers gathered at a time: 2")[1] == f"{2 * layer:,}"
 
 
-def test_the_sum_of_the_bytes_is_their_sum():
-    text = describe.describe(load("deepseek3-671b"), 256)
-    cells = [row(line, "")[1] for line in text.splitlines()[-7:-1]]
+def test_float8_gathers_a_byte_of_each_weight_of_a_matmul_and_holds_as_much_of_the_shards():
+    text = describe.describe(load("deepseek3-671b", "precision.matmul=fp8", "schedule.kind=plain"), 256)
+    norms, router, experts = 2 * 7168 + 1536 + 512, 7168 * 256, 256 * 3 * 7168 * 2048
+    matrices = 11_507_286_272 - 256 - norms - router - experts
+    layer = 4 * (norms + router) + matrices + experts // 8
+    assert row(text, "MoE layers gathered at a time: 1")[1] == f"{layer:,}"
+    dense, projection = matrices + 3 * 7168 * (18432 - 2048), 2 * 7168 * 7168
+    shards = (3 * dense + 59 * matrices + projection) // 32 + 59 * experts // 256
+    assert row(text, "parameters of matmuls, float8")[1] == f"{shards:,}"
+
+
+@pytest.mark.parametrize("matmul", ["compute", "fp8"])
+def test_the_sum_of_the_bytes_is_their_sum(matmul):
+    text = describe.describe(load("deepseek3-671b", f"precision.matmul={matmul}"), 256)
+    lines = text.splitlines()[:-1]
+    first = next(i for i, line in enumerate(lines) if line.startswith("a device of")) + 1
+    cells = [row(line, "")[1] for line in lines[first:]]
     *held, total = (int(cell.replace(",", "")) for cell in cells)
     assert sum(held) == total
 
