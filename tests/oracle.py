@@ -153,10 +153,9 @@ def ahead(row, t, steps):
     return row["targets"][last]
 
 
-def cross_entropy(c, w, x, row, steps):
+def cross_entropy(w, x, row, steps):
     """Sums over one row of -log p(the token `steps` ahead) and logsumexp^2, their count, and the logits [S V]."""
-    head = w.embed.T if w.head is None else w.head
-    logits = norm(x, w.norm, c.rms_norm_eps) @ head
+    logits = x @ (w.embed.T if w.head is None else w.head)
     nll = z = 0.0
     count = 0
     for t in range(len(x)):
@@ -197,7 +196,8 @@ def run(c, w, bias, batch, layer):
             x, _, _ = decoder_layer(c, layer(w.dense_layers, i), None, x, row, real)
         for i in range(stacks["moe_layers"]):
             x = moe_layer("moe_layers", i, layer(w.moe_layers, i), x, row, real)
-        nll, z, count, logits = cross_entropy(c, w, x, row, 1)
+        x = norm(x, w.norm, c.rms_norm_eps)
+        nll, z, count, logits = cross_entropy(w, x, row, 1)
         add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
         for depth in range(c.num_nextn_predict_layers):  # V3, section 2.2
             module, following = layer(w.mtp, depth), [ahead(row, t, depth + 1) for t in range(len(x))]
@@ -205,6 +205,7 @@ def run(c, w, bias, batch, layer):
             embedded = w.embed[[token if token is not None else 0 for token in following]]
             both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
             x = moe_layer("mtp", depth, module.layer, np.concatenate(both, -1) @ module.projection, row, real)
-            nll, _, count, _ = cross_entropy(c, w, x, row, depth + 2)
+            x = norm(x, module.head_norm, c.rms_norm_eps)
+            nll, _, count, _ = cross_entropy(w, x, row, depth + 2)
             add(f"mtp_{depth + 1}", nll, count)
     return terms, loads, np.stack(all_logits)

@@ -116,7 +116,7 @@ def test_muon_leaves_norms_embedding_and_head_to_adam(muon):
 
 def test_every_hidden_matrix_of_the_model_is_declared_one():
     others = {path.split(".")[-1] for path, p in params.flatten(DECLARED).items() if not p.dims}
-    assert others == {"embed", "head", "norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm"}
+    assert others == {"embed", "head", "norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm", "head_norm"}
     for path, p in params.flatten(DECLARED).items():
         assert not p.dims or (len(p.dims) == len(p.shape) and {"i", "o"} <= set(p.dims)), path
 
@@ -140,7 +140,7 @@ def test_weight_decay_is_decoupled_and_spares_the_norms():
 
 def test_only_norms_are_spared_from_decay():
     spared = {path.split(".")[-1] for path, p in params.flatten(DECLARED).items() if not p.decay}
-    assert spared == {"norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm"}
+    assert spared == {"norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm", "head_norm"}
 
 
 def test_clipping_bounds_the_norm_of_all_gradients_together():

@@ -93,7 +93,7 @@ def test_every_weight_but_the_norms_is_split_over_fsdp():
     whole = {
         path.split(".")[-1] for path, p in params.flatten(deepseek.declare(tiny.V3)).items() if "fsdp" not in p.spec
     }
-    assert whole == {"norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm"}
+    assert whole == {"norm", "q_norm", "kv_norm", "embed_norm", "hidden_norm", "head_norm"}
 
 
 def test_a_stepper_starts_in_its_shards_with_the_declared_weights():

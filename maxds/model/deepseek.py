@@ -32,6 +32,7 @@ class Mtp:
     hidden_norm: Tree  # [D]
     projection: Tree  # [2D D]: of the embedding of the token ahead, then the hidden state
     layer: Any  # {attention, dispatch, experts}
+    head_norm: Tree  # [D]: of what head and next module are given; not in the paper, but in the released weights
 
 
 @flax.struct.dataclass
@@ -61,7 +62,8 @@ def declare(c: Model) -> Weights:
     layer = {"attention": attend, "dispatch": moe.declare_dispatch(c), "experts": moe.declare_experts(c)}
     dense = {"attention": attend, "mlp": moe.declare_dense(c)}
     projection = Param((2 * d, d), P("fsdp"), "io", std)
-    mtp = Mtp(embed_norm=attention.norm(d), hidden_norm=attention.norm(d), projection=projection, layer=layer)
+    norms = {name: attention.norm(d) for name in ("embed_norm", "hidden_norm", "head_norm")}
+    mtp = Mtp(projection=projection, layer=layer, **norms)
     modules = c.num_nextn_predict_layers
     return Weights(
         embed=Param((c.vocab_size, d), P(None, "fsdp"), std=std),
@@ -178,8 +180,9 @@ class Network:
         """What the layers are given of a microbatch."""
         return Context(batch["segments"], ops.rope_table(self.model, batch["positions"]))
 
-    def mtp(self, weights: Mtp, bias, table, xs, contexts, batches):
-        """The MTP modules: of each depth, the streams and targets of each microbatch; expert loads [depths E]."""
+    def mtp(self, weights: Mtp, bias, outer, xs, contexts, batches):
+        """The MTP modules: of each depth, its head norm, streams and targets by microbatch; expert loads [depths E]."""
+        table, norm = outer
         found, loads = [], []
         targets = [b["targets"] for b in batches]
         declared = self.declared.mtp
@@ -187,21 +190,23 @@ class Network:
         for depth in range(self.model.num_nextn_predict_layers):
             shards = schedule.at(_without_layer(weights), depth)
             w = entry.fetch(shards, entry.quantize(shards))
-            xs = [self._enter_mtp(w, table, x, t) for x, t in zip(xs, targets, strict=True)]
+            xs = [self._enter_mtp(w, table, norm, x, t) for x, t in zip(xs, targets, strict=True)]
             present = [self._only_before(t, c) for t, c in zip(targets, contexts, strict=True)]
             layer, layer_bias = jax.tree.map(lambda a, i=depth: a[i : i + 1], (weights.layer, bias))
             with jax.named_scope("mtp"):
                 xs, seen = chain(layer, layer_bias, xs, present)
             targets = [shift(t, b["segments"]) for t, b in zip(targets, batches, strict=True)]
-            found.append((xs, targets))
+            norm = w.head_norm
+            found.append((norm, xs, targets))
             loads.append(seen["load"])
         return found, jnp.concatenate(loads)
 
-    def _enter_mtp(self, w: Mtp, table, x: Stream, ahead: jax.Array) -> Stream:
-        """Joins the hidden state with the embedding of the next token, `ahead` [B S] (V3, eq. 21)."""
+    def _enter_mtp(self, w: Mtp, table, norm, x: Stream, ahead: jax.Array) -> Stream:
+        """Joins what the head before was given with the embedding of the next token, `ahead` [B S] (V3, eq. 21)."""
         eps = self.model.rms_norm_eps
         embedded = ops.rms_norm(self.embed(table, ahead), w.embed_norm, eps)
-        joined = jnp.concatenate([embedded, ops.rms_norm(x.h, w.hidden_norm, eps)], axis=-1)
+        hidden = ops.rms_norm(ops.rms_norm(x.h, norm, eps), w.hidden_norm, eps)
+        joined = jnp.concatenate([embedded, hidden], axis=-1)
         return dataclasses.replace(x, h=ops.matmul("bsc,cd->bsd", joined, w.projection))
 
     def _only_before(self, ahead: jax.Array, context: Context) -> Context:
@@ -238,20 +243,20 @@ class Network:
         table, norm, head = self.outer(weights)
         batches = self.split(batch)
         xs, contexts, load = self.trunk(weights, bias, table, batches)
-        head_loss = functools.partial(self._head_loss, norm, head)
-        total, sums = head_loss(xs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
+        head_loss = functools.partial(self._head_loss, head)
+        total, sums = head_loss(norm, xs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
         terms: dict[str, Any] = {"main": sums["nll"], "z_loss": sums["z"]}
         loads = {"moe_layers": load}
         if weights.mtp is not None:
-            found, loads["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), table, xs, contexts, batches)
-            for depth, (xs, targets) in enumerate(found):
+            found, loads["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), (table, norm), xs, contexts, batches)
+            for depth, (norm, xs, targets) in enumerate(found):
                 term = mtp_term(depth)
-                more, sums = head_loss(xs, targets, (scales[term], jnp.zeros(())))
+                more, sums = head_loss(norm, xs, targets, (scales[term], jnp.zeros(())))
                 total, terms[term] = total + more, sums["nll"]
         terms["balance"] = sum(x.balance for x in xs)  # the last streams carry that of all layers, MTP modules' too
         return total + scales["balance"] * terms["balance"], (jax.tree.map(lax.stop_gradient, terms), loads)
 
-    def _head_loss(self, norm, head, xs, targets, weights):
+    def _head_loss(self, head, norm, xs, targets, weights):
         h = jnp.concatenate([x.h.reshape(-1, x.h.shape[-1]) for x in xs])
         h = ops.rms_norm(h, norm, self.model.rms_norm_eps)
         joined = jnp.concatenate([t.reshape(-1) for t in targets])
