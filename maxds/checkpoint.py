@@ -2,7 +2,8 @@
 
 A checkpoint is RUN/checkpoints/STEP: weights, optimizer state, router bias and step, and beside
 them, in the same atomic folder, the config, the fingerprint of the data and the versions. The data
-has no state of its own: its position is the step.
+has no state of its own: its position is the step. What `maxds.convert` makes has no optimizer state
+and belongs to no data: a training that starts from it starts a fresh optimizer.
 """
 
 import contextlib
@@ -40,6 +41,11 @@ class Saved:
     fingerprint: str  # of the data
     shapes: dict[str, list[int]]  # of every array of the state
 
+    @property
+    def only_weights(self) -> bool:
+        """Whether there is no optimizer state."""
+        return not any(path.startswith("opt_state") for path in self.shapes)
+
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoints:
@@ -57,13 +63,7 @@ class Checkpoints:
 
     def save(self, state: TrainState, step: int, config: Config, fingerprint: str) -> None:
         """Starts saving in the background; the state may be donated once this returns."""
-        about = {
-            "config": loader.plain(config),
-            "fingerprint": fingerprint,
-            "shapes": shapes(state),
-            "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
-            | {"maxds": maxds.__version__, "python": platform.python_version()},
-        }
+        about = _about(config, fingerprint, state)
         # A damaged checkpoint of this step may lie there, which the run resumed from before.
         self.orbax.save_checkpointables_async(step, {"state": state}, force=True, overwrite=True, custom_metadata=about)
 
@@ -73,16 +73,34 @@ class Checkpoints:
         """Steps of the complete checkpoints, oldest first."""
         return [checkpoint.step for checkpoint in self.orbax.checkpoints]
 
+    def choose(self, step: int | None) -> int:
+        """That step, or the last there is.
+
+        Raises:
+          CheckpointError: there is no checkpoint of that step, or none at all.
+        """
+        steps = self.steps()
+        if step is None and not steps:
+            raise CheckpointError(f"{self.folder.parent} has no checkpoint yet; train it first")
+        if step is not None and step not in steps:
+            raise CheckpointError(
+                f"there is no checkpoint of step {step} in {self.folder}; it has {', '.join(map(str, steps)) or 'none'}"
+            )
+        return steps[-1] if step is None else step
+
     def about(self, step: int) -> Saved:
         """What a checkpoint belongs to."""
         found: Any = self.orbax.checkpointables_metadata(step).custom_metadata
         return Saved(step, found["config"], found["fingerprint"], found["shapes"])
 
-    def restore(self, abstract: Tree, check: Callable[[Saved], None], step: int | None = None) -> Tree | None:
+    def restore(
+        self, abstract: TrainState, check: Callable[[Saved], None], step: int | None = None
+    ) -> TrainState | None:
         """The latest checkpoint that can be read, or that of `step`; None if the run has none.
 
         Args:
-          abstract: shapes, dtypes and shardings of the state, or of a part of it.
+          abstract: shapes, dtypes and shardings of the state, or of a part of it. Of a checkpoint of nothing but
+            weights, `opt_state` is None.
           check: raises where a checkpoint is readable and yet must not be used.
           step: of the checkpoint; None: the latest.
 
@@ -90,19 +108,16 @@ class Checkpoints:
           CheckpointError: there are checkpoints, but none can be read; or none of that step.
         """
         steps = self.steps()
-        if step is not None and step not in steps:
-            raise CheckpointError(
-                f"there is no checkpoint of step {step} in {self.folder}; it has {', '.join(map(str, steps)) or 'none'}"
-            )
-        for chosen in [step] if step is not None else reversed(steps):
+        for chosen in [self.choose(step)] if step is not None else reversed(steps):
             try:
                 saved = self.about(chosen)
             except Exception as error:  # whatever a damaged folder makes of reading it
                 self._skip(chosen, error)
                 continue
             check(saved)
+            wanted = dataclasses.replace(abstract, opt_state=None) if saved.only_weights else abstract
             try:
-                return self.orbax.load_checkpointables(chosen, {"state": abstract})["state"]
+                return self.orbax.load_checkpointables(chosen, {"state": wanted})["state"]
             except Exception as error:
                 self._skip(chosen, error)
         if steps:
@@ -112,6 +127,34 @@ class Checkpoints:
     def _skip(self, step: int, error: Exception) -> None:
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         self.warn(f"warning: checkpoint {step} is damaged and is skipped ({reason})")
+
+
+def _about(config: Config, fingerprint: str, state: Tree) -> dict[str, Any]:
+    """What is kept beside a state, abstract or not."""
+    return {
+        "config": loader.plain(config),
+        "fingerprint": fingerprint,
+        "shapes": shapes(state),
+        "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
+        | {"maxds": maxds.__version__, "python": platform.python_version()},
+    }
+
+
+def save_outline(config: Config, run_dir: str, small: TrainState, abstract: TrainState) -> None:
+    """Makes checkpoint 0 of a run, each array of which lies in a folder of its own, to be laid out anew.
+
+    Args:
+      config: to be found in the checkpoint.
+      run_dir: where to make it.
+      small: what Orbax is to write.
+      abstract: what the checkpoint will hold then.
+    """
+    folder = epath.Path(run_dir).resolve() / "checkpoints"
+    context = ocp.Context()
+    saving = context.array.saving
+    saving.use_ocdbt, saving.array_metadata_store, saving.enable_write_sharding_file = False, None, False
+    with context, ocp.training.Checkpointer(folder) as orbax:
+        orbax.save_checkpointables(0, {"state": small}, custom_metadata=_about(config, "", abstract))
 
 
 def shapes(state: Tree) -> dict[str, list[int]]:
@@ -162,17 +205,8 @@ def check_resumable(saved: Saved, config: Config, state: TrainState, fingerprint
       CheckpointError: the state has other shapes, or the data is another.
     """
     changes = loader.diff(saved.config, loader.plain(config))
-    now = shapes(state)
-    differing = [path for path in saved.shapes | now if saved.shapes.get(path) != now.get(path)]
-    if differing:
-        first = differing[0]
-        named = [line for line in changes if line.startswith(("model.", "optimizer.kind"))]
-        raise CheckpointError(
-            f"checkpoint {saved.step} does not fit this config: {len(differing)} arrays differ, such as {first} "
-            f"({saved.shapes.get(first, 'absent')} -> {now.get(first, 'absent')}); changed: "
-            f"{'; '.join(named) or 'none'}. Undo the change, or choose another run_dir"
-        )
-    if saved.fingerprint != fingerprint:
+    check_shapes(saved, config, dataclasses.replace(state, opt_state=None) if saved.only_weights else state)
+    if saved.fingerprint != fingerprint and not saved.only_weights:
         named = [line for line in changes if line.startswith(("data.", "seed"))]
         raise CheckpointError(
             f"the data is not what checkpoint {saved.step} was trained on (fingerprint {saved.fingerprint[:12]} -> "
@@ -180,6 +214,22 @@ def check_resumable(saved: Saved, config: Config, state: TrainState, fingerprint
             f"Bring the data back, or choose another run_dir"
         )
     return [line for line in changes if not line.startswith("run_dir:")]
+
+
+def check_shapes(saved: Saved, config: Config, state: TrainState) -> None:
+    """Raises CheckpointError unless a checkpoint holds the arrays of a state, whose `opt_state` may be None."""
+    now = shapes(state)
+    held = {path: shape for path, shape in saved.shapes.items() if state.opt_state or not path.startswith("opt_state")}
+    differing = [path for path in held | now if held.get(path) != now.get(path)]
+    if differing:
+        first = differing[0]
+        changes = loader.diff(saved.config, loader.plain(config))
+        named = [line for line in changes if line.startswith(("model.", "optimizer.kind"))]
+        raise CheckpointError(
+            f"checkpoint {saved.step} does not fit this config: {len(differing)} arrays differ, such as {first} "
+            f"({held.get(first, 'absent')} -> {now.get(first, 'absent')}); changed: "
+            f"{'; '.join(named) or 'none'}. Undo the change, or choose another run_dir"
+        )
 
 
 def restore_weights(config: Config, abstract: TrainState, step: int | None = None) -> TrainState:

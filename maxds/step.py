@@ -80,6 +80,12 @@ class Stepper:
         out = jax.tree.map(lambda a: a.sharding, self.abstract_state)
         return jax.jit(self._initial, out_shardings=out, compiler_options=self._compile_quickly)()
 
+    def with_fresh_optimizer(self, state: TrainState) -> TrainState:
+        """The state, with the optimizer's as before the first step."""
+        out = jax.tree.map(lambda a: a.sharding, self.abstract_state.opt_state)
+        fresh = jax.jit(self.transform.init, out_shardings=out, compiler_options=self._compile_quickly)
+        return dataclasses.replace(state, opt_state=fresh(state.params))
+
     @property
     def _compile_quickly(self) -> dict | None:
         """Compiler options of a program that runs once: on CPUs, optimizing it would take longer than running it."""

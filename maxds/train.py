@@ -146,6 +146,8 @@ def restore_or_init(saved, stepper, data, log) -> tuple[step_lib.TrainState, str
     state = saved.restore(stepper.abstract_state, check)
     if state is None:
         return stepper.init(), f"initialized from seed {stepper.config.seed}"
+    if state.opt_state is None:
+        return stepper.with_fresh_optimizer(state), f"weights of checkpoint {int(state.step)}, optimizer fresh"
     return state, f"restored from checkpoint {int(state.step)}"
 
 

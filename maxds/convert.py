@@ -1,0 +1,420 @@
+"""The command: python -m maxds.convert from_hf HF_DIR OUT | to_hf RUN HF_DIR [--step=N]
+
+    from_hf   a checkpoint in Hugging Face's format becomes a run: OUT/checkpoints/0 and OUT/config.yaml
+    to_hf     a checkpoint of a run becomes one in Hugging Face's format
+
+Both work beside the place where the result is to be, in a folder with the end `.partial`, an array of
+a layer or expert at a time, and note what is done: the same command goes on where it was stopped. At
+the end everything is read back and compared by checksum; only then does the result have its name.
+"""
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent import futures
+from typing import Any
+
+import jax
+import numpy as np
+import tqdm
+import yaml
+from absl import flags, logging
+
+import maxds
+from maxds import checkpoint, command, loader, parts, trained
+from maxds.config import Config
+from maxds.data import DataError, load_tokenizer
+from maxds.hf import files, settings
+from maxds.hf.files import FormatError, Tensor
+from maxds.hf.table import IGNORED, Cell, cells, table
+from maxds.trained import UseError
+
+WORKERS = 2  # parts converted at a time: what memory must hold
+FILE_BYTES = 4 * 2**30  # of a safetensors file, at most, unless a tensor alone exceeds it
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+USAGE = "usage: python -m maxds.convert from_hf HF_DIR OUT | to_hf RUN HF_DIR [--step=N]"
+_SCALE = "_scale_inv"
+_MISTAKES = (*trained.MISTAKES, FormatError)
+_NOTES = "job.json", "done.jsonl"
+
+
+class DamageError(RuntimeError):
+    """What was written reads back otherwise."""
+
+
+# ---------------------------------------------------------------------------------------- the work
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A conversion: what is to be done, and where."""
+
+    target: pathlib.Path
+    identity: dict[str, Any]  # of what is converted: only the same work is gone on with
+    prepare: Callable[[pathlib.Path], None]  # makes all that is to be there but the numbers
+    open: Callable[[pathlib.Path], tuple[Callable[[Cell], Sequence[np.ndarray]], Callable, Callable]]
+    cells: Sequence[Cell]
+    sizes: Callable[[Cell], int]  # bytes
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """Where the result is while it is not whole."""
+        return self.target.with_name(f"{self.target.name}.partial")
+
+    def do(self) -> None:
+        """Converts, or goes on, and gives the result its name.
+
+        Raises:
+          DamageError: what was written reads back otherwise.
+        """
+        done = self._begin()
+        convert, write, read = self.open(self.folder)
+
+        def one(cell: Cell) -> list[int]:
+            made = convert(cell)
+            write(cell, made)
+            return checksum(made)
+
+        left = [cell for cell in self.cells if cell.tensors[0] not in done]
+        with (self.folder / _NOTES[1]).open("a", buffering=1) as notes:
+            for cell, found in self._each("converting", left, one):
+                done[cell.tensors[0]] = found
+                notes.write(json.dumps([cell.tensors[0], found]) + "\n")
+        compared = self._each("comparing", self.cells, lambda cell: checksum(read(cell)))
+        wrong = [cell for cell, found in compared if found != done[cell.tensors[0]]]
+        if wrong:
+            shutil.rmtree(self.folder)
+            raise DamageError(
+                f"{len(wrong)} of {len(self.cells)} parts read back otherwise than they were written, such as "
+                f"{wrong[0].tensors[0]}; look after the disk of {self.target.parent} and run the command again"
+            )
+        for name in _NOTES:
+            (self.folder / name).unlink()
+        os.sync()
+        with contextlib.suppress(FileNotFoundError):
+            self.target.rmdir()  # an empty one may be there
+        self.folder.rename(self.target)
+
+    def _begin(self) -> dict[str, list[int]]:
+        """Makes the folder, unless it is there: then what was done before, and its checksums."""
+        job, notes = (self.folder / name for name in _NOTES)
+        identity = json.loads(json.dumps(self.identity))
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(job.read_text()) == identity:
+                lines = notes.read_text().splitlines(keepends=True) if notes.exists() else []
+                done = dict(json.loads(line) for line in lines if line.endswith("\n"))
+                notes.write_text("".join(json.dumps(item) + "\n" for item in done.items()))
+                print(f"going on: {len(done)} of {len(self.cells)} parts were converted before")
+                return done
+        shutil.rmtree(self.folder, ignore_errors=True)
+        self.folder.mkdir(parents=True)
+        self.prepare(self.folder)
+        job.write_text(json.dumps(identity))
+        return {}
+
+    def _each(self, what: str, work: Sequence[Cell], fn: Callable[[Cell], list[int]]) -> Iterator:
+        """Each cell with what `fn` returns, a few at a time; with a progress bar on a terminal."""
+        total = sum(map(self.sizes, work))
+        with (
+            tqdm.tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None) as bar,
+            futures.ThreadPoolExecutor(WORKERS) as pool,
+            contextlib.closing(pool.map(fn, work)) as results,  # closing it cancels what has not begun
+        ):
+            for cell, found in zip(work, results, strict=True):
+                yield cell, found
+                bar.update(self.sizes(cell))
+
+
+def checksum(arrays: Sequence[np.ndarray]) -> list[int]:
+    """Of the bytes of each."""
+    return [zlib.crc32(np.ascontiguousarray(a).reshape(-1).view(np.uint8)) for a in arrays]
+
+
+def _check_target(target: str, needed: int) -> pathlib.Path:
+    path = pathlib.Path(target).expanduser().absolute()
+    if "://" in target:
+        raise UseError(f"{target} is in a bucket; convert to a folder of this machine, and copy that")
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UseError(f"{target} is there already; remove it, or choose another place")
+    free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
+    begun = path.with_name(f"{path.name}.partial").exists()
+    if free < needed and not begun:
+        raise UseError(f"{target} needs {needed / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB left")
+    return path
+
+
+def _stamp(paths: Sequence[pathlib.Path]) -> dict[str, list[int]]:
+    return {str(p.absolute()): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.exists()}
+
+
+# ------------------------------------------------------------------------------------ from Hugging Face
+
+
+def from_hf(source: str, out: str) -> None:
+    """Makes the run `out` of a checkpoint in Hugging Face's format.
+
+    Raises:
+      FormatError: config.json or tensors are not those of a model that maxds has; all that is wrong.
+      UseError: there is no room for the run.
+    """
+    folder = pathlib.Path(source).expanduser()
+    model = settings.read(folder)
+    target = pathlib.Path(out).expanduser().absolute()
+    text = _config_text(folder, target, model)
+    config = _parse(text, folder)
+    shapes = {name: tuple(shape) for name, shape in checkpoint.shapes(parts.abstract(config.model)).items()}
+    rows = table(config.model, list(shapes))
+    found, all_cells = files.tensors(folder), cells(rows, shapes)
+    check(found, all_cells, shapes, folder)
+    todo = [cell for cell in all_cells if not cell.row.copy]
+    dtypes = _dtypes(found, todo)
+    stacked = {array: row.stacked for row in rows if not row.copy for array in row.arrays}
+
+    def nbytes(cell: Cell) -> int:
+        return sum(_size(shapes[a][len(cell.index) :], dtypes[a]) for a in cell.row.arrays)
+
+    def prepare(partial: pathlib.Path) -> None:
+        parts.create(config, partial, dtypes, stacked)
+        (partial / "config.yaml").write_text(text)
+        for name in TOKENIZER:
+            if (folder / name).is_file():
+                shutil.copy(folder / name, partial / name)
+
+    def open_(partial: pathlib.Path):
+        arrays = parts.open_checkpoint(partial, 0, list(dtypes))
+
+        def convert(cell: Cell) -> list[np.ndarray]:
+            wanted = [shapes[a][len(cell.index) :] for a in cell.row.arrays]
+            kinds = [dtypes[a] for a in cell.row.arrays]
+            return cell.row.to_arrays([read(found, name) for name in cell.tensors], wanted, kinds)
+
+        def write(cell: Cell, made: Sequence[np.ndarray]) -> None:
+            for array, numbers in zip(cell.row.arrays, made, strict=True):
+                arrays.write(array, cell.index, numbers)
+
+        return convert, write, lambda cell: [arrays.read(a, cell.index) for a in cell.row.arrays]
+
+    used = {t.file for t in found.values()} | {folder / name for name in ("config.json", *TOKENIZER)}
+    identity = {"from": _stamp(sorted(used)), "config": text, "maxds": maxds.__version__}
+    _check_target(out, sum(map(nbytes, todo)))
+    Work(target, identity, prepare, open_, todo, nbytes).do()
+    print(
+        f"{out}: {sum(len(c.tensors) for c in todo)} tensors converted, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared"
+    )
+    if not (folder / TOKENIZER[0]).is_file():
+        print(f"{source} has no {TOKENIZER[0]}: name a tokenizer as data.tokenizer in {out}/config.yaml")
+
+
+def check(
+    found: dict[str, Tensor], all_cells: Sequence[Cell], shapes: dict[str, tuple[int, ...]], folder: pathlib.Path
+) -> None:
+    """Raises FormatError, naming all tensors that are unknown, missing or misshapen, or copies that are none."""
+    wanted = {
+        name: cell.row.tensor_shape([shapes[a][len(cell.index) :] for a in cell.row.arrays])
+        for cell in all_cells
+        for name in cell.tensors
+    }
+    copies = {name for cell in all_cells if cell.row.copy for name in cell.tensors}
+    scales = {f"{n}{_SCALE}" for n, t in found.items() if t.dtype == "F8_E4M3" and n in wanted}
+    wanted |= {name: tuple(-(-n // settings.BLOCK) for n in wanted[name.removesuffix(_SCALE)]) for name in scales}
+    unknown = [name for name in found if name not in wanted and not name.endswith(IGNORED)]
+    missing = [name for name in wanted if name not in found and name not in copies]
+    both = [(name, found[name]) for name in wanted if name in found]
+    misshapen = [f"{n} {list(t.shape)}, not {list(wanted[n])}" for n, t in both if t.shape != wanted[n]]
+    kinds = [f"{n} {t.dtype}" for n, t in both if t.dtype not in files.DTYPES or (n in scales and t.dtype != "F32")]
+    mistakes = [
+        *_listed("unknown", unknown),
+        *_listed("missing", missing),
+        *_listed("misshapen", misshapen),
+        *_listed(f"of a dtype other than {', '.join(files.DTYPES)} (scales: F32)", kinds),
+    ]
+    if not mistakes:
+        mistakes = _listed("no copy of the model's own embedding or head", _altered(found, all_cells))
+    if mistakes:
+        raise FormatError("\n".join((f"{folder} does not hold the tensors of its config.json:", *mistakes)))
+
+
+def _altered(found: dict[str, Tensor], all_cells: Sequence[Cell]) -> list[str]:
+    original = {cell.row.arrays: cell.tensors[0] for cell in all_cells if not cell.row.copy}
+    pairs = [(cell.tensors[0], original[cell.row.arrays]) for cell in all_cells if cell.row.copy]
+    return [
+        f"{a} (of {b})" for a, b in pairs if a in found and checksum([read(found, a)]) != checksum([read(found, b)])
+    ]
+
+
+def _listed(what: str, names: Sequence[str]) -> list[str]:
+    return [f"  {what}: {name}" for name in names]
+
+
+def _dtypes(found: dict[str, Tensor], todo: Sequence[Cell]) -> dict[str, np.dtype]:
+    """Of each array: its tensors', or bfloat16 for quantized ones; float32 of the router bias and where they differ."""
+    kinds: dict[str, set[np.dtype]] = {}
+    for cell in todo:
+        of = {files.DTYPES["BF16" if found[n].dtype == "F8_E4M3" else found[n].dtype] for n in cell.tensors}
+        for array in cell.row.arrays:
+            kinds.setdefault(array, set()).update(of)
+    f32 = np.dtype(np.float32)
+    return {a: next(iter(of)) if len(of) == 1 and a.startswith("params.") else f32 for a, of in kinds.items()}
+
+
+def read(found: dict[str, Tensor], name: str) -> np.ndarray:
+    """The numbers of a tensor, bfloat16 if they are quantized by blocks."""
+    numbers = found[name].read()
+    if found[name].dtype != "F8_E4M3":
+        return numbers
+    return dequantized(numbers, found[f"{name}{_SCALE}"].read())
+
+
+def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """float8 [O I] times float32 scales [O/128 I/128] -> bfloat16 [O I], a row of blocks at a time."""
+    block, values = settings.BLOCK, np.arange(256, dtype=np.uint8).view(numbers.dtype).astype(np.float32)
+    out = np.empty(numbers.shape, files.DTYPES["BF16"])
+    for i, row in enumerate(scales):
+        these = slice(i * block, (i + 1) * block)
+        out[these] = values[numbers[these].view(np.uint8)] * np.repeat(row, block)[: numbers.shape[1]]
+    return out
+
+
+def _config_text(folder: pathlib.Path, target: pathlib.Path, model: dict[str, Any]) -> str:
+    """The config of the run that a checkpoint becomes."""
+    length = min(4096, model["max_position_embeddings"])
+    tokenizer = str(target / TOKENIZER[0]) if (folder / TOKENIZER[0]).is_file() else "bytes"
+    text = (
+        f"# Converted from {folder}. Before training, set steps, data and optimizer, here or on the command line.\n",
+        yaml.safe_dump({"run_dir": str(target), "steps": 1000}, sort_keys=False),
+        yaml.safe_dump({"model": model}, sort_keys=False),
+        yaml.safe_dump(
+            {
+                "data": {
+                    "sources": [{"kind": "text", "path": "stdlib"}],
+                    "tokenizer": tokenizer,
+                    "sequence_length": length,
+                    "global_batch": 16,
+                },
+                "optimizer": {"lr": 1e-5},
+                **({"loss": {"mtp": 0.1}} if model.get("num_nextn_predict_layers") else {}),
+            },
+            sort_keys=False,
+        ),
+    )
+    return "\n".join(text)
+
+
+def _parse(text: str, folder: pathlib.Path) -> Config:
+    """Raises FormatError where the keys of config.json make no model."""
+    with tempfile.TemporaryDirectory() as scratch:
+        path = pathlib.Path(scratch) / "config.json"
+        path.write_text(text)
+        try:
+            return loader.load(Config, path)[0]
+        except loader.ConfigError as error:
+            lines = [line.split(": ", 1)[1] for line in error.mistakes]
+            raise FormatError("\n".join(f"{folder / path.name}: {line}" for line in lines)) from error
+
+
+def _size(shape: Sequence[int], dtype: np.dtype) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+
+
+# -------------------------------------------------------------------------------------- to Hugging Face
+
+
+def to_hf(run: str, out: str, step: int | None = None) -> None:
+    """Makes the folder `out`, in Hugging Face's format, of a checkpoint of a run, the last or that of `step`.
+
+    Raises:
+      trained.MISTAKES: the run cannot be used, or there is no room.
+      FormatError: transformers has no such model.
+    """
+    config = dataclasses.replace(trained.read_config(run), run_dir=run)
+    folder = pathlib.Path(run).expanduser().absolute()
+    abstract = parts.abstract(config.model)
+    with checkpoint.open_run(config, checkpoint.warn, read_only=True) as saved:
+        step = saved.choose(step)
+        checkpoint.check_shapes(saved.about(step), config, abstract)
+    shapes = {name: tuple(shape) for name, shape in checkpoint.shapes(abstract).items()}
+    rows = table(config.model, list(shapes))
+    todo = cells(rows, shapes)
+    arrays = parts.open_checkpoint(folder, step, sorted({a for row in rows for a in row.arrays}))
+    wanted = {}
+    for cell in todo:
+        shape = cell.row.tensor_shape([shapes[a][len(cell.index) :] for a in cell.row.arrays])
+        dtype = np.result_type(*(arrays.dtype(a) for a in cell.row.arrays))
+        wanted |= {name: (dtype, shape) for name in cell.tensors}
+    tokenizer = pathlib.Path(config.data.tokenizer).expanduser()
+    about = settings.write(config.model, arrays.dtype("params.embed").name, _eos(config))
+
+    def nbytes(cell: Cell) -> int:
+        return sum(_size(wanted[name][1], wanted[name][0]) for name in cell.tensors)
+
+    def prepare(partial: pathlib.Path) -> None:
+        files.lay_out(partial, wanted, FILE_BYTES)
+        (partial / "config.json").write_text(about)
+        for name in TOKENIZER:
+            if tokenizer.suffix == ".json" and tokenizer.with_name(name).is_file():
+                shutil.copy(tokenizer if name == TOKENIZER[0] else tokenizer.with_name(name), partial / name)
+
+    def open_(partial: pathlib.Path):
+        laid = files.tensors(partial)
+
+        def convert(cell: Cell) -> list[np.ndarray]:
+            return cell.row.to_tensors(
+                [arrays.read(a, cell.index) for a in cell.row.arrays], wanted[cell.tensors[0]][0]
+            )
+
+        def write(cell: Cell, made: Sequence[np.ndarray]) -> None:
+            for name, numbers in zip(cell.tensors, made, strict=True):
+                laid[name].write(numbers)
+
+        return convert, write, lambda cell: [laid[name].read() for name in cell.tensors]
+
+    metadata = folder / "checkpoints" / str(step) / "_CHECKPOINT_METADATA"
+    identity = {"from": _stamp([metadata]), "config": about, "maxds": maxds.__version__}
+    target = _check_target(out, sum(map(nbytes, todo)))
+    Work(target, identity, prepare, open_, todo, nbytes).do()
+    print(f"{out}: {len(wanted)} tensors of step {step}, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared")
+
+
+def _eos(config: Config) -> int | None:
+    with contextlib.suppress(DataError):
+        return load_tokenizer(config.data.tokenizer).eos
+    return None
+
+
+# ------------------------------------------------------------------------------------------ the command
+
+
+def main(args: list[str]) -> int:
+    """Runs the command; returns its exit code: 2 for a mistake, 1 for damage, 3 if interrupted."""
+    jax.config.update("jax_platforms", "cpu")
+    logging.set_verbosity(logging.ERROR)  # Orbax warns that there is nothing to merge
+    try:
+        match args[1:]:
+            case ["from_hf", source, out]:
+                from_hf(source, out)
+            case ["to_hf", run, out]:
+                to_hf(run, out, flags.FLAGS.step)
+            case _:
+                raise UseError(USAGE)
+    except _MISTAKES as error:
+        print(error, file=sys.stderr)
+        return 2
+    except (DamageError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    flags.DEFINE_integer("step", None, "For to_hf: of the checkpoint; by default the latest.")
+    command.run(main)

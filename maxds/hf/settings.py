@@ -1,0 +1,138 @@
+"""config.json <-> the model section of a config."""
+
+import dataclasses
+import json
+import pathlib
+from typing import Any
+
+from maxds import loader
+from maxds.config import Model, RopeScaling
+from maxds.hf.files import FormatError
+
+BLOCK = 128  # of quantized weights: rows and columns that share a scale
+
+_V3 = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+# Builds: what each says of the router in code, and may leave out of config.json; the first is what it means then.
+_BUILDS: dict[str, dict[str, tuple]] = {
+    "deepseek_v2": {
+        "scoring_func": ("softmax",),
+        "topk_method": ("greedy", "group_limited_greedy"),
+        "norm_topk_prob": (False,),
+    },
+    "deepseek_v3": _V3,
+    "kimi_k2": _V3,
+}
+_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+# What else the builds have no choice in. The norms of latents have this epsilon there whatever config.json says.
+_FIXED = {
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "moe_layer_freq": 1,
+    "rope_interleave": True,
+    "rms_norm_eps": 1e-6,
+}
+_UNUSED = """_name_or_path architectures auto_map aux_loss_alpha bos_token_id chunk_size_feed_forward dtype eos_token_id
+    ep_group ep_size head_dim id2label is_encoder_decoder label2id model_type num_key_value_heads output_attentions
+    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim quantization_config
+    return_dict router_aux_loss_coef seq_aux torch_dtype transformers_version unsloth_fixed use_cache""".split()
+
+
+def read(folder: pathlib.Path) -> dict[str, Any]:
+    """The model section of a config, out of a folder's config.json.
+
+    Raises:
+      FormatError: it cannot be read, or is of a model that maxds has not; every mistake in it.
+    """
+    path = folder / "config.json"
+    try:
+        raw = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path} cannot be read ({error}); name a folder in Hugging Face's format") from error
+    build = raw.get("model_type") if isinstance(raw, dict) else None
+    if build not in _BUILDS:
+        raise FormatError(f"{path}: model_type is {build}; maxds converts {', '.join(_BUILDS)}")
+    mistakes: list[str] = []
+    model = _model(raw, build, mistakes)
+    if mistakes:
+        raise FormatError("\n".join(f"{path}: {mistake}" for mistake in mistakes))
+    return model
+
+
+def _model(raw: dict[str, Any], build: str, mistakes: list[str]) -> dict[str, Any]:
+    raw, fields = dict(raw), {f.name: f for f in dataclasses.fields(Model)}
+    raw |= _rope(raw.pop("rope_parameters", None), raw, mistakes)
+    raw["n_shared_experts"] = raw.get("n_shared_experts") or 0
+    for key in ("n_group", "topk_group"):
+        raw[key] = raw.get(key) or 1
+    for key, choices in _BUILDS[build].items():
+        if raw.setdefault(key, choices[0]) not in choices:
+            mistakes.append(f"{key} is {raw[key]}; a {build} model has {' or '.join(map(str, choices))}")
+    for key, value in _FIXED.items():
+        if raw.get(key, value) not in (value, None):
+            mistakes.append(f"{key} is {raw[key]}; maxds knows {value}")
+    heads = raw.get("num_attention_heads")
+    if raw.get("num_key_value_heads") not in (None, heads):
+        mistakes.append(f"num_key_value_heads is {raw['num_key_value_heads']}; it must be num_attention_heads={heads}")
+    _check_quantization(raw.get("quantization_config"), mistakes)
+    known = {*fields, *_UNUSED, *_FIXED}
+    mistakes += [f"unknown key {key}; remove it if it changes nothing that is computed" for key in raw.keys() - known]
+    missing = [k for k, f in fields.items() if k not in raw and f.default is dataclasses.MISSING]
+    mistakes += [f"missing key {key}" for key in missing]
+    return {key: raw[key] for key in fields if key in raw}
+
+
+def _rope(given: dict | None, raw: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
+    """`rope_theta` and `rope_scaling`, which newer files have in one, `rope_parameters`."""
+    scaling = dict(given if given is not None else raw.get("rope_scaling") or {})
+    theta = scaling.pop("rope_theta", raw.get("rope_theta", 10000.0))
+    kinds = {scaling.pop(key, "default") for key in ("type", "rope_type")} - {"default"}
+    if not kinds:
+        return {"rope_theta": theta, "rope_scaling": None}
+    known = {f.name for f in dataclasses.fields(RopeScaling)}
+    mistakes += [f"unknown key rope_scaling.{key}" for key in scaling.keys() - known]
+    if kinds != {"yarn"}:
+        mistakes.append(f"rope_scaling is of type {' and '.join(sorted(map(str, kinds)))}; maxds knows yarn")
+    mistakes += [
+        f"missing key rope_scaling.{k}" for k in ("factor", "original_max_position_embeddings") - scaling.keys()
+    ]
+    return {"rope_theta": theta, "rope_scaling": {"type": "yarn"} | {k: v for k, v in scaling.items() if k in known}}
+
+
+def _check_quantization(given: dict | None, mistakes: list[str]) -> None:
+    wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
+    if given is not None and any(given.get(key, value) != value for key, value in wanted.items()):
+        found = ", ".join(f"{key} {given.get(key)}" for key in wanted)
+        mistakes.append(f"quantization_config has {found}; maxds dequantizes fp8, e4m3, [{BLOCK}, {BLOCK}]")
+
+
+def write(model: Model, dtype: str, eos: int | None) -> str:
+    """config.json of a model, as transformers reads it.
+
+    Args:
+      model: any that maxds trains.
+      dtype: of the weights, in torch's words.
+      eos: the token that ends a document.
+
+    Raises:
+      FormatError: transformers has no such model.
+    """
+    values = loader.plain(model)
+    build = next((b for b in _ARCHITECTURES if all(values[k] in v for k, v in _BUILDS[b].items())), None)
+    mistakes = []
+    if build is None:
+        keys = "scoring_func", "topk_method", "norm_topk_prob"
+        found = ", ".join(f"model.{key}={values[key]}" for key in keys)
+        mistakes.append(f"no model of transformers has {found}: it has V2's and V3's combinations only")
+    if model.rms_norm_eps != _FIXED["rms_norm_eps"]:
+        mistakes.append(f"model.rms_norm_eps={model.rms_norm_eps}: transformers has 1e-06 in the norms of latents")
+    if not model.n_shared_experts:
+        mistakes.append("model.n_shared_experts=0: transformers' models have at least 1")
+    if mistakes or build is None:
+        raise FormatError("\n".join(mistakes))
+    fixed = {key: value for key, value in _FIXED.items() if key not in values}
+    more = {"num_key_value_heads": model.num_attention_heads, "torch_dtype": dtype, "use_cache": True}
+    tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    about = {"architectures": [_ARCHITECTURES[build]], "model_type": build}
+    return json.dumps(about | values | fixed | more | tokens, indent=2) + "\n"

@@ -1,0 +1,225 @@
+"""Which tensors of a Hugging Face checkpoint hold which arrays of maxds: one table, read both ways.
+
+A row pairs the arrays of one layer, or of one expert, with tensors of the same numbers. Its pattern
+names the axes of an array and, in order, those of a tensor, where parentheses merge axes:
+`c n h -> (n h) c`. Where several arrays make one tensor they are joined along the axis `over`;
+where one array makes several tensors it is split along that axis, which they do not have.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from maxds.config import Model
+
+IGNORED = ".rotary_emb.inv_freq"  # tensors with this end are worked out from config.json
+BLOCK = 16  # rows that a transposition handles at once, so that whole cache lines are read and written
+
+Shape = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """Arrays of a state, and the tensors that hold them."""
+
+    arrays: tuple[str, ...]  # `params.moe_layers.attention.norm`
+    tensors: tuple[str, ...]  # `model.layers.{layer}.input_layernorm.weight`
+    pattern: str
+    over: str = ""
+    first: int | None = None  # arrays are stacked: the number of their first layer
+    copy: bool = False  # the tensor repeats what another row has: written, and on the way in only compared
+
+    @property
+    def stacked(self) -> int:
+        """Leading axes of the arrays that count layers and experts."""
+        return (self.first is not None) + ("{expert}" in self.tensors[0])
+
+    @property
+    def _axes(self) -> tuple[list[str], list[list[str]], list[int]]:
+        """The axes of an array; those of a tensor, grouped; and the order that turns the former into the latter."""
+        left, right = self.pattern.split("->")
+        have, groups = left.split(), [list(g.split()) for g in _groups(right)]
+        flat = list(itertools.chain(*groups))
+        return have, groups, [have.index(a) for a in ([self.over] if self._splits else []) + flat]
+
+    @property
+    def _splits(self) -> bool:
+        return len(self.tensors) > 1
+
+    def tensor_shape(self, arrays: Sequence[Shape]) -> Shape:
+        """The shape of each tensor, from those of the arrays of one layer or expert."""
+        have, groups, _ = self._axes
+        sizes = dict(zip(have, arrays[0], strict=True))
+        if self.over and not self._splits:
+            sizes[self.over] = sum(shape[have.index(self.over)] for shape in arrays)
+        return tuple(math.prod(sizes[a] for a in group) for group in groups)
+
+    def _pairs(self, arrays: Sequence[np.ndarray], tensors: Sequence[np.ndarray]) -> Iterator[tuple[np.ndarray, ...]]:
+        """Views of arrays and of tensors that hold the same numbers, of the same shape."""
+        _, groups, order = self._axes
+        turned = [a.transpose(order) for a in arrays]
+        if self._splits:
+            yield from ((part, t.reshape(part.shape)) for part, t in zip(turned[0], tensors, strict=True))
+            return
+        axis = list(itertools.chain(*groups)).index(self.over) if self.over else 0
+        ends = np.cumsum([part.shape[axis] for part in turned])
+        shape = list(turned[0].shape)
+        shape[axis] = int(ends[-1])
+        yield from zip(turned, np.split(tensors[0].reshape(shape), ends[:-1], axis), strict=True)
+
+    def to_tensors(self, arrays: Sequence[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+        """The tensors of the arrays of one layer or expert."""
+        shape = self.tensor_shape([a.shape for a in arrays])
+        made = [np.empty(shape, dtype) for _ in self.tensors]
+        for part, piece in self._pairs(arrays, made):
+            _copy(piece, part)
+        return made
+
+    def to_arrays(
+        self, tensors: Sequence[np.ndarray], shapes: Sequence[Shape], dtypes: Sequence[np.dtype]
+    ) -> list[np.ndarray]:
+        """The arrays, of these shapes and dtypes, of the tensors of one layer or expert."""
+        made = [np.empty(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        for part, piece in self._pairs(made, tensors):
+            _copy(part, piece)
+        return made
+
+
+def _groups(text: str) -> list[str]:
+    """`(n h) c` -> [`n h`, `c`]."""
+    return [group for part in text.replace("(", "|(").split("|") for group in _group(part)]
+
+
+def _group(part: str) -> list[str]:
+    inside, closed, rest = part.partition(")")
+    return [inside.strip(" ("), *rest.split()] if closed else part.split()
+
+
+def _copy(to: np.ndarray, of: np.ndarray) -> None:
+    """Copies between views whose memory may be laid out in different orders; NumPy alone takes ten times as long."""
+    if to.ndim > 2:
+        for one, other in zip(to, of, strict=True):
+            _copy(one, other)
+    elif to.ndim == 2:
+        for i in range(0, len(to), BLOCK):
+            np.copyto(to[i : i + BLOCK], of[i : i + BLOCK], casting="same_kind")
+    else:
+        np.copyto(to, of, casting="same_kind")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What is converted at a time: the arrays of a row in one layer, or of one expert, and their tensors."""
+
+    row: Row
+    index: tuple[int, ...]  # of layer and expert in the arrays
+    tensors: tuple[str, ...]  # full names
+
+
+def cells(rows: Sequence[Row], shapes: dict[str, Shape]) -> list[Cell]:
+    """The table of a model, written out; `shapes` are those of the arrays of a state."""
+    found = []
+    for row in rows:
+        for index in np.ndindex(shapes[row.arrays[0]][: row.stacked]):
+            layer = index[0] + row.first if row.first is not None else 0
+            expert = index[-1] if index else 0
+            found.append(Cell(row, index, tuple(t.format(layer=layer, expert=expert) for t in row.tensors)))
+    return found
+
+
+# ------------------------------------------------------------------------------------------ the table
+
+
+def table(c: Model, arrays: Sequence[str]) -> list[Row]:
+    """The rows of a model whose state has these arrays."""
+    rows = [
+        Row(("params.embed",), ("model.embed_tokens.weight",), "v d -> v d"),
+        Row(("params.norm",), ("model.norm.weight",), "d -> d"),
+        Row(("params.head",), ("lm_head.weight",), "d v -> v d"),
+        *_layers("dense_layers", 0, [*_attention(c), *_dense()]),
+        *_layers("moe_layers", c.first_k_dense_replace, [*_attention(c), *_experts()]),
+        *_layers("mtp.layer", c.num_hidden_layers, [*_attention(c), *_experts()]),
+        *_layers("mtp", c.num_hidden_layers, _mtp()),
+        *_copies(c),
+    ]
+    return [row for row in rows if row.arrays[0] in arrays]
+
+
+def _row(arrays: str, tensors: str, pattern: str, over: str = "") -> Row:
+    """A row of one layer: names without what all of its stack share, several separated by spaces."""
+    return Row(tuple(arrays.split()), tuple(f"{t}.weight" for t in tensors.split()), pattern, over)
+
+
+def _layers(stack: str, first: int, rows: Sequence[Row]) -> list[Row]:
+    def place(array: str) -> str:
+        if array == "router_bias":
+            return f"router_bias.{stack.removesuffix('.layer')}"
+        return f"params.{stack}.{array}"
+
+    return [
+        dataclasses.replace(
+            row,
+            arrays=tuple(map(place, row.arrays)),
+            tensors=tuple(f"model.layers.{{layer}}.{t}" for t in row.tensors),
+            first=first,
+        )
+        for row in rows
+    ]
+
+
+def _attention(c: Model) -> list[Row]:
+    q = "q_proj" if c.q_lora_rank is None else "q_b_proj"
+    return [
+        _row("attention.norm", "input_layernorm", "d -> d"),
+        _row("attention.q_down", "self_attn.q_a_proj", "d q -> q d"),
+        _row("attention.q_norm", "self_attn.q_a_layernorm", "q -> q"),
+        _row("attention.q_up", f"self_attn.{q}", "q n h -> (n h) q"),
+        _row("attention.kv_down attention.k_rope", "self_attn.kv_a_proj_with_mqa", "d c -> c d", over="c"),
+        _row("attention.kv_norm", "self_attn.kv_a_layernorm", "c -> c"),
+        _row("attention.k_up attention.v_up", "self_attn.kv_b_proj", "c n h -> (n h) c", over="h"),
+        _row("attention.out", "self_attn.o_proj", "n d v -> d (n v)"),
+    ]
+
+
+def _mlp(arrays: str, tensors: str) -> list[Row]:
+    return [
+        _row(f"{arrays}.up", f"{tensors}.gate_proj {tensors}.up_proj", "d g f -> f d", over="g"),
+        _row(f"{arrays}.down", f"{tensors}.down_proj", "f d -> d f"),
+    ]
+
+
+def _dense() -> list[Row]:
+    return [_row("mlp.norm", "post_attention_layernorm", "d -> d"), *_mlp("mlp.mlp", "mlp")]
+
+
+def _experts() -> list[Row]:
+    return [
+        _row("dispatch.norm", "post_attention_layernorm", "d -> d"),
+        _row("dispatch.router", "mlp.gate", "d e -> e d"),
+        Row(("router_bias",), ("mlp.gate.e_score_correction_bias",), "e -> e"),
+        *_mlp("dispatch.shared", "mlp.shared_experts"),
+        *_mlp("experts", "mlp.experts.{expert}"),
+    ]
+
+
+def _mtp() -> list[Row]:
+    return [
+        _row("embed_norm", "enorm", "d -> d"),
+        _row("hidden_norm", "hnorm", "d -> d"),
+        _row("projection", "eh_proj", "i d -> d i"),
+        _row("head_norm", "shared_head.norm", "d -> d"),
+    ]
+
+
+def _copies(c: Model) -> Iterator[Row]:
+    """MTP modules have the model's embedding and head, which the files repeat."""
+    head = ("params.embed", "v d -> v d") if c.tie_word_embeddings else ("params.head", "d v -> v d")
+    for layer in range(c.num_hidden_layers, c.num_hidden_layers + c.num_nextn_predict_layers):
+        for name, (array, pattern) in {
+            "embed_tokens": ("params.embed", "v d -> v d"),
+            "shared_head.head": head,
+        }.items():
+            yield Row((array,), (f"model.layers.{layer}.{name}.weight",), pattern, copy=True)

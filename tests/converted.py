@@ -1,0 +1,71 @@
+"""Runs and folders in Hugging Face's format to convert: tiny models with random weights."""
+
+import dataclasses
+import pathlib
+
+import jax
+import numpy as np
+import tiny
+import yaml
+
+from maxds import checkpoint, loader, step
+from maxds.config import Config, Model
+from maxds.model import deepseek
+
+
+def draw(model: Model, seed: int) -> Model:
+    """The same kind of model in other dimensions."""
+    rng = np.random.default_rng(seed)
+
+    def of(*choices):
+        return rng.choice(choices).item()
+
+    groups = {"greedy": 1, "group_limited_greedy": of(2, 4), "noaux_tc": model.n_group and of(1, 2, 4)}[
+        model.topk_method
+    ]
+    heads, yarn = of(2, 3, 4), model.rope_scaling
+    return dataclasses.replace(
+        model,
+        vocab_size=of(257, 300),
+        hidden_size=heads * of(6, 8),
+        intermediate_size=of(20, 36),
+        moe_intermediate_size=of(10, 12),
+        num_attention_heads=heads,
+        q_lora_rank=model.q_lora_rank and of(14, 18),
+        kv_lora_rank=of(12, 14),
+        qk_nope_head_dim=of(6, 10),  # of odd strides, the V2 of transformers makes no complex numbers
+        qk_rope_head_dim=of(4, 8),
+        v_head_dim=of(3, 9),
+        n_routed_experts=of(8, 16),
+        n_shared_experts=of(1, 2),
+        num_experts_per_tok=of(2, 3),
+        n_group=groups,
+        topk_group=max(groups // 2, 1),
+        rope_scaling=yarn and dataclasses.replace(yarn, factor=of(3.0, 8.0)),
+    )
+
+
+def run(
+    folder: pathlib.Path, model: Model, mesh=(1, 1, 1), dtype="float32", seed: int = 1
+) -> tuple[Config, step.TrainState]:
+    """A run with one checkpoint, of step 3, of random weights and router biases; and its state."""
+    config = dataclasses.replace(tiny.config(model, mesh=mesh, precision={"params": dtype}), run_dir=str(folder))
+    stepper, rng = tiny.stepper(config), np.random.default_rng(seed)
+
+    def drawn(a, p):
+        noise = rng.standard_normal(a.shape, np.float32)
+        numbers = 1 + 0.2 * noise if p.std is None else 0.1 * noise  # times the root of hidden_size: 0.5, as V3 starts
+        return jax.device_put(numbers.astype(a.dtype), a.sharding)
+
+    fresh = stepper.abstract_state
+    state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), fresh)
+    bias = {k: 0.2 * rng.standard_normal(b.shape, np.float32) for k, b in deepseek.router_bias(model).items()}
+    state = state.replace(
+        step=jax.device_put(np.int32(3), fresh.step.sharding),
+        params=jax.tree.map(drawn, fresh.params, stepper.network.declared),
+        router_bias=jax.tree.map(lambda b, a: jax.device_put(b, a.sharding), bias, fresh.router_bias),
+    )
+    with checkpoint.open_run(config, print) as saved:
+        saved.save(state, 3, config, "fingerprint")
+    (folder / "config.yaml").write_text(yaml.safe_dump(loader.plain(config)))
+    return config, state

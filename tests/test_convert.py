@@ -1,0 +1,513 @@
+"""Conversion from and to Hugging Face's format: what is written, read, refused, and gone on with."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import converted
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+import tiny
+
+from maxds import checkpoint, convert, generate, loader, parts, score, train, trained
+from maxds.config import Config, Sample
+from maxds.hf import files, settings
+from maxds.hf.table import cells, table
+from maxds.nodes import CONFIGS
+
+TINY = {
+    "V3, two modules": dataclasses.replace(tiny.V3, vocab_size=257, num_nextn_predict_layers=2),
+    "V2": dataclasses.replace(tiny.V2, n_shared_experts=2),
+    "V2-Lite, tied": tiny.V2_LITE,
+}
+
+
+@pytest.fixture(scope="module")
+def v3(tmp_path_factory):
+    """A run of V3 saved by eight devices, and what is written of it: folders `run` and `hf`."""
+    folder = tmp_path_factory.mktemp("v3")
+    _, state = converted.run(folder / "run", TINY["V3, two modules"], mesh=(2, 2, 2))
+    convert.to_hf(str(folder / "run"), str(folder / "hf"))
+    return folder, jax.device_get(state)
+
+
+def state_of(run):
+    _, state = trained.load(trained.read_config(str(run)), str(run))
+    return jax.device_get((state.params, state.router_bias))
+
+
+def equal(a, b):
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    return True
+
+
+# ------------------------------------------------------------------------------------------ the table
+
+
+@pytest.mark.parametrize("name", ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "kimi-k2-1t"])
+def test_tensors_hold_every_number_of_a_state_once(name):
+    model = loader.load(Config, CONFIGS / f"{name}.yaml")[0].model
+    shapes = {array: tuple(s) for array, s in checkpoint.shapes(parts.abstract(model)).items()}
+    found = [c for c in cells(table(model, list(shapes)), shapes) if not c.row.copy]
+    numbers = sum(
+        int(np.prod(c.row.tensor_shape([shapes[a][len(c.index) :] for a in c.row.arrays]))) * len(c.tensors)
+        for c in found
+    )
+    arrays = {array: shape for array, shape in shapes.items() if array not in ("step", "typical_norm")}
+    assert numbers == sum(int(np.prod(shape, dtype=np.int64)) for shape in arrays.values())
+    assert {a for c in found for a in c.row.arrays} == arrays.keys()
+    names = [name for c in found for name in c.tensors]
+    assert len(set(names)) == len(names)
+
+
+def test_names_and_shapes_are_those_of_the_released_files():
+    model = loader.load(Config, CONFIGS / "deepseek3-671b.yaml")[0].model
+    shapes = {array: tuple(s) for array, s in checkpoint.shapes(parts.abstract(model)).items()}
+    found = {
+        name: c.row.tensor_shape([shapes[a][len(c.index) :] for a in c.row.arrays])
+        for c in cells(table(model, list(shapes)), shapes)
+        for name in c.tensors
+    }
+    released = {
+        "model.embed_tokens.weight": (129280, 7168),
+        "lm_head.weight": (129280, 7168),
+        "model.layers.0.self_attn.q_a_proj.weight": (1536, 7168),
+        "model.layers.0.self_attn.q_b_proj.weight": (24576, 1536),
+        "model.layers.0.self_attn.kv_a_proj_with_mqa.weight": (576, 7168),
+        "model.layers.0.self_attn.kv_b_proj.weight": (32768, 512),
+        "model.layers.0.self_attn.o_proj.weight": (7168, 16384),
+        "model.layers.2.mlp.gate_proj.weight": (18432, 7168),
+        "model.layers.3.mlp.gate.weight": (256, 7168),
+        "model.layers.3.mlp.gate.e_score_correction_bias": (256,),
+        "model.layers.60.mlp.experts.255.down_proj.weight": (7168, 2048),
+        "model.layers.61.mlp.shared_experts.up_proj.weight": (2048, 7168),
+        "model.layers.61.eh_proj.weight": (7168, 14336),
+        "model.layers.61.shared_head.norm.weight": (7168,),
+        "model.layers.61.shared_head.head.weight": (129280, 7168),
+    }
+    assert {name: found[name] for name in released} == released
+
+
+def test_tensors_are_what_the_reference_multiplies_by(v3):
+    """Every row of the table once, against expressions of their own, read by the format's own library."""
+    folder, state = v3
+    w, bias = state.params, state.router_bias
+    (file,) = (folder / "hf").glob("*.safetensors")
+    found = safetensors.numpy.load_file(file)
+    c, a, m = TINY["V3, two modules"], w.moe_layers["attention"], w.moe_layers["experts"]
+
+    def up(joined, i):
+        return joined[:, i].T
+
+    heads = [np.concatenate([a.k_up[1][:, n], a.v_up[1][:, n]], 1).T for n in range(c.num_attention_heads)]
+    expected = {
+        "model.embed_tokens.weight": w.embed,
+        "lm_head.weight": w.head.T,
+        "model.norm.weight": w.norm,
+        "model.layers.0.mlp.gate_proj.weight": up(w.dense_layers["mlp"].mlp.up[0], 0),
+        "model.layers.0.mlp.up_proj.weight": up(w.dense_layers["mlp"].mlp.up[0], 1),
+        "model.layers.0.mlp.down_proj.weight": w.dense_layers["mlp"].mlp.down[0].T,
+        "model.layers.0.post_attention_layernorm.weight": w.dense_layers["mlp"].norm[0],
+        "model.layers.2.input_layernorm.weight": a.norm[1],
+        "model.layers.2.self_attn.q_a_proj.weight": a.q_down[1].T,
+        "model.layers.2.self_attn.q_a_layernorm.weight": a.q_norm[1],
+        "model.layers.2.self_attn.q_b_proj.weight": a.q_up[1].reshape(c.q_lora_rank, -1).T,
+        "model.layers.2.self_attn.kv_a_proj_with_mqa.weight": np.concatenate([a.kv_down[1], a.k_rope[1]], 1).T,
+        "model.layers.2.self_attn.kv_a_layernorm.weight": a.kv_norm[1],
+        "model.layers.2.self_attn.kv_b_proj.weight": np.concatenate(heads),
+        "model.layers.2.self_attn.o_proj.weight": np.concatenate(list(a.out[1]), axis=1),
+        "model.layers.2.post_attention_layernorm.weight": w.moe_layers["dispatch"].norm[1],
+        "model.layers.2.mlp.gate.weight": w.moe_layers["dispatch"].router[1].T,
+        "model.layers.2.mlp.gate.e_score_correction_bias": bias["moe_layers"][1],
+        "model.layers.2.mlp.shared_experts.gate_proj.weight": up(w.moe_layers["dispatch"].shared.up[1], 0),
+        "model.layers.2.mlp.experts.5.gate_proj.weight": up(m.up[1, 5], 0),
+        "model.layers.2.mlp.experts.5.up_proj.weight": up(m.up[1, 5], 1),
+        "model.layers.2.mlp.experts.5.down_proj.weight": m.down[1, 5].T,
+        "model.layers.5.mlp.gate.e_score_correction_bias": bias["mtp"][1],
+        "model.layers.5.enorm.weight": w.mtp.embed_norm[1],
+        "model.layers.5.hnorm.weight": w.mtp.hidden_norm[1],
+        "model.layers.5.eh_proj.weight": w.mtp.projection[1].T,
+        "model.layers.5.shared_head.norm.weight": w.mtp.head_norm[1],
+        "model.layers.5.shared_head.head.weight": w.head.T,
+        "model.layers.5.embed_tokens.weight": w.embed,
+        "model.layers.5.self_attn.q_a_proj.weight": w.mtp.layer["attention"].q_down[1].T,
+    }
+    equal(expected, {name: found[name] for name in expected})
+    index = json.loads((folder / "hf" / files.INDEX).read_text())
+    assert index["weight_map"] == dict.fromkeys(found, file.name)
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+
+
+# ------------------------------------------------------------------------------------- there and back
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("model", TINY.values(), ids=TINY)
+def test_what_is_converted_there_and_back_is_the_same_to_the_bit(model, dtype, tmp_path, monkeypatch):
+    monkeypatch.setattr(convert, "FILE_BYTES", 4000)  # many files
+    monkeypatch.setattr(parts, "CHUNK_BYTES", 1000)  # and chunks that do not divide their arrays evenly
+    _, state = converted.run(tmp_path / "run", model, dtype=dtype)
+    convert.to_hf(str(tmp_path / "run"), str(tmp_path / "hf"))
+    assert len(list((tmp_path / "hf").glob("*.safetensors"))) > 3
+    convert.from_hf(str(tmp_path / "hf"), str(tmp_path / "back"))
+    assert trained.read_config(str(tmp_path / "back")).model == model
+    assert equal(
+        state_of(tmp_path / "back"),
+        jax.tree.map(lambda a: np.asarray(a, np.float32), (state.params, state.router_bias)),
+    )
+    stored = parts.open_checkpoint(tmp_path / "back", 0, ["params.norm"])
+    assert stored.dtype("params.norm") == np.dtype(dtype)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["checkpoints", "config.yaml"]
+
+
+@pytest.fixture(scope="module")
+def lite(tmp_path_factory):
+    """A run of a small V2-Lite, as `run`, what is written of it, `hf`, and a run that was made of that, `back`."""
+    folder = tmp_path_factory.mktemp("lite")
+    model = dataclasses.replace(TINY["V2-Lite, tied"], vocab_size=257, num_nextn_predict_layers=0)
+    converted.run(folder / "run", model)
+    convert.to_hf(str(folder / "run"), str(folder / "hf"))
+    convert.from_hf(str(folder / "hf"), str(folder / "back"))
+    return folder
+
+
+def test_a_converted_run_scores_and_generates_as_it_is(lite):
+    np.save(lite / "tokens.npy", np.random.default_rng(0).integers(0, 257, (2, 9)))
+    for name in ("run", "back"):
+        score.score(str(lite / name), str(lite / "tokens.npy"), str(lite / f"{name}.npy"))
+    first, second = np.load(lite / "run.npy"), np.load(lite / "back.npy")
+    np.testing.assert_allclose(first, second, atol=0.05)  # one computes in float32, the other in bfloat16
+    assert first.std() > 0.1
+    assert generate.continue_text(str(lite / "back"), Sample(prompt="ab", tokens=2, temperature=0)).startswith("ab")
+
+
+def test_a_training_starts_from_converted_weights_and_resumes_its_own(lite, tmp_path, capsys):
+    back = shutil.copytree(lite / "back", tmp_path / "back")
+    small = f"run_dir={back} data.sequence_length=16 mesh.data=2 mesh.fsdp=4 schedule.kind=plain".split()
+
+    def run(*more):
+        overrides = [*small, "data.sources=[{kind: synthetic}]", f"compile_cache={tmp_path}/cache", *more]
+        config, tree = loader.load(Config, back / "config.yaml", overrides)
+        assert train.run(config, loader.render(config, tree)) == 0
+        return capsys.readouterr().out
+
+    weights = state_of(back)[0].embed
+    assert "weights of checkpoint 0, optimizer fresh" in run("steps=1")
+    moved = np.abs(state_of(back)[0].embed - weights)
+    assert 0 < moved.max() < 3e-5  # a step of Adam at lr=1e-5
+    assert "restored from checkpoint 1" in run("steps=2")
+    rows = [json.loads(line) for line in (back / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2] and all(np.isfinite(row["loss"]) for row in rows)
+    jax.config.update("jax_compilation_cache_dir", None)
+
+
+def test_tokenizer_files_travel_both_ways(v3, tmp_path):
+    folder, _ = v3
+    hf = shutil.copytree(folder / "hf", tmp_path / "hf")
+    words = {"vocab": {"<eos>": 0, "a": 1}, "unk_token": "a", "type": "WordLevel"}
+    (hf / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
+    (hf / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    convert.from_hf(str(hf), str(tmp_path / "run"))
+    assert trained.read_config(str(tmp_path / "run")).data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
+    convert.to_hf(str(tmp_path / "run"), str(tmp_path / "again"))
+    for name in convert.TOKENIZER:
+        assert (tmp_path / "again" / name).read_text() == (hf / name).read_text()
+    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == 0
+
+
+# ------------------------------------------------------------------------------------- quantized weights
+
+
+def test_blocks_are_dequantized_as_numpy_does_it_number_by_number():
+    rng = np.random.default_rng(0)
+    numbers = rng.standard_normal((200, 300)).astype(ml_dtypes.float8_e4m3fn)
+    scales = rng.uniform(1e-3, 1e-2, (2, 3)).astype(np.float32)
+    expected = np.empty(numbers.shape, ml_dtypes.bfloat16)
+    for i, j in np.ndindex(expected.shape):
+        expected[i, j] = np.float32(numbers[i, j]) * scales[i // 128, j // 128]
+    np.testing.assert_array_equal(convert.dequantized(numbers, scales), expected)
+
+
+def test_a_quantized_checkpoint_is_converted_to_its_dequantized_weights(v3, tmp_path):
+    folder, _ = v3
+    given = files.tensors(folder / "hf")
+    rng, quantized, plain = np.random.default_rng(0), {}, {}
+    for name, tensor in given.items():
+        numbers = tensor.read()
+        if "proj" in name and "eh_proj" not in name:
+            scale = rng.uniform(0.5, 2, tuple(-(-n // 128) for n in numbers.shape)).astype(np.float32)
+            quantized |= {name: numbers.astype(ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": scale}
+            plain[name] = convert.dequantized(quantized[name], scale)
+        else:
+            plain[name] = quantized[name] = numbers
+    for which, held in {"quantized": quantized, "plain": plain}.items():
+        (tmp_path / which).mkdir()
+        files.lay_out(tmp_path / which, {name: (a.dtype, a.shape) for name, a in held.items()}, 10**9)
+        for name, tensor in files.tensors(tmp_path / which).items():
+            tensor.write(held[name])
+        shutil.copy(folder / "hf" / "config.json", tmp_path / which)
+        convert.from_hf(str(tmp_path / which), str(tmp_path / f"run-{which}"))
+    assert equal(state_of(tmp_path / "run-quantized"), state_of(tmp_path / "run-plain"))
+
+
+# --------------------------------------------------------------------------------------------- mistakes
+
+
+def altered(v3, tmp_path, change):
+    """A copy of the written folder, whose tensors `change` has altered."""
+    hf = shutil.copytree(v3[0] / "hf", tmp_path / "hf")
+    (file,) = hf.glob("*.safetensors")
+    held = safetensors.numpy.load_file(file)
+    change(held)
+    safetensors.numpy.save_file(held, file)
+    (hf / files.INDEX).unlink()
+    return hf
+
+
+def refused(hf, tmp_path, *command):
+    command = command or ("from_hf", str(hf), str(tmp_path / "out"))
+    done = subprocess.run(
+        [sys.executable, "-m", "maxds.convert", *command], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]
+    return done.stderr.splitlines()
+
+
+def test_unknown_missing_and_misshapen_tensors_are_all_listed_and_nothing_is_written(v3, tmp_path):
+    def change(held):
+        held["model.layers.1.self_attn.indexer.wk.weight"] = held["model.norm.weight"]
+        held["model.layers.9.input_layernorm.weight"] = held["model.norm.weight"]
+        held["model.layers.0.self_attn.rotary_emb.inv_freq"] = held["model.norm.weight"]  # which is no mistake
+        del held["model.layers.3.mlp.experts.7.up_proj.weight"], held["lm_head.weight"]
+        held["model.norm.weight"] = held["model.norm.weight"][:-1]
+        held["model.layers.0.mlp.down_proj.weight"] = held["model.layers.0.mlp.down_proj.weight"].T.copy()
+        held["model.layers.0.input_layernorm.weight"] = held["model.layers.0.input_layernorm.weight"].astype(np.float64)
+
+    hf = altered(v3, tmp_path, change)
+    first, *lines = refused(hf, tmp_path)
+    assert first == f"{hf} does not hold the tensors of its config.json:"
+    assert sorted(lines) == [
+        "  misshapen: model.layers.0.mlp.down_proj.weight [20, 24], not [24, 20]",
+        "  misshapen: model.norm.weight [23], not [24]",
+        "  missing: lm_head.weight",
+        "  missing: model.layers.3.mlp.experts.7.up_proj.weight",
+        "  of a dtype other than F32, F16, BF16, F8_E4M3 (scales: F32): model.layers.0.input_layernorm.weight F64",
+        "  unknown: model.layers.1.self_attn.indexer.wk.weight",
+        "  unknown: model.layers.9.input_layernorm.weight",
+    ]
+
+
+def test_an_mtp_module_with_an_embedding_of_its_own_is_refused(v3, tmp_path):
+    def change(held):
+        held["model.layers.4.embed_tokens.weight"] = held["model.layers.4.embed_tokens.weight"] + 1
+
+    hf = altered(v3, tmp_path, change)
+    with pytest.raises(files.FormatError, match=r"no copy of .*: model\.layers\.4\.embed_tokens\.weight \(of model\.e"):
+        convert.from_hf(str(hf), str(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"index_topk": 2048}, ["unknown key index_topk; remove it if it changes nothing that is computed"]),
+        ({"kv_lora_rank": "many"}, ["model.kv_lora_rank must be an integer, not many"]),
+        (
+            {"hidden_act": "gelu", "rope_interleave": False, "rms_norm_eps": 1e-5, "scoring_func": "softmax"},
+            [
+                "scoring_func is softmax; a deepseek_v3 model has sigmoid",
+                "hidden_act is gelu; maxds knows silu",
+                "rope_interleave is False; maxds knows True",
+                "rms_norm_eps is 1e-05; maxds knows 1e-06",
+            ],
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2, "turns": 3}, "num_key_value_heads": 1},
+            [
+                "unknown key rope_scaling.turns",
+                "rope_scaling is of type linear; maxds knows yarn",
+                "missing key rope_scaling.original_max_position_embeddings",
+                "num_key_value_heads is 1; it must be num_attention_heads=3",
+            ],
+        ),
+        ({"model_type": "llama"}, ["model_type is llama; maxds converts deepseek_v2, deepseek_v3, kimi_k2"]),
+    ],
+)
+def test_bad_keys_of_config_json_are_all_listed_and_nothing_is_written(v3, tmp_path, change, messages):
+    hf = shutil.copytree(v3[0] / "hf", tmp_path / "hf")
+    given = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(given | change))
+    with pytest.raises(files.FormatError) as error:
+        convert.from_hf(str(hf), str(tmp_path / "out"))
+    assert str(error.value).splitlines() == [f"{hf}/config.json: {message}" for message in messages]
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_config_json_of_newer_files_says_the_same(v3, tmp_path):
+    given = json.loads((v3[0] / "hf" / "config.json").read_text())
+    expected = settings.read(v3[0] / "hf")
+    scaling = {("rope_type" if k == "type" else k): v for k, v in given.pop("rope_scaling").items()}
+    given["rope_parameters"] = scaling | {"rope_theta": given.pop("rope_theta")}
+    del given["topk_method"], given["scoring_func"]
+    (tmp_path / "config.json").write_text(json.dumps(given | {"model_type": "kimi_k2"}))
+    assert settings.read(tmp_path) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"scoring_func": "softmax"},
+            "no model of transformers has model.scoring_func=softmax, model.topk_method=noaux",
+        ),
+        ({"n_shared_experts": 0, "rms_norm_eps": 1e-5}, "model.rms_norm_eps=1e-05: .*\nmodel.n_shared_experts=0: "),
+    ],
+)
+def test_a_model_that_transformers_has_not_is_refused(changes, message):
+    with pytest.raises(files.FormatError, match=message):
+        settings.write(dataclasses.replace(tiny.V3, **changes), "float32", None)
+
+
+def test_mistaken_commands_end_with_one_line_and_exit_code_2(v3, tmp_path):
+    folder, _ = v3
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+    (line,) = refused(None, tmp_path, "from_hf", "only")
+    assert line.startswith("usage: python -m maxds.convert")
+    (line,) = refused(None, tmp_path, "to_hf", str(folder / "run"), str(tmp_path / "out"), "--step=4")
+    assert line.startswith("there is no checkpoint of step 4")
+    for work, source, out, message in (
+        (convert.from_hf, tmp_path, "out", f"{tmp_path}/config.json cannot be read"),
+        (convert.from_hf, folder / "hf", "there", f"{tmp_path}/there is there already"),
+        (convert.to_hf, tmp_path, "out", f"{tmp_path} is not a run"),
+    ):
+        with pytest.raises((files.FormatError, trained.UseError), match=re.escape(message)):
+            work(str(source), str(tmp_path / out))
+
+
+def test_a_file_that_is_not_whole_is_refused(v3, tmp_path):
+    hf = shutil.copytree(v3[0] / "hf", tmp_path / "hf")
+    (file,) = hf.glob("*.safetensors")
+    for size in (4, 5000, file.stat().st_size - 1):
+        os.truncate(file, size)
+        with pytest.raises(files.FormatError, match=r"cannot be read .*; fetch it again"):
+            convert.from_hf(str(hf), str(tmp_path / "out"))
+        shutil.copy(v3[0] / "hf" / file.name, file)
+
+
+# -------------------------------------------------------------------------------- kills, damage, memory
+
+
+def big(tmp_path, layers, width, experts=8):
+    """A folder in Hugging Face's format of a model with so many layers."""
+    model = dataclasses.replace(
+        TINY["V3, two modules"],
+        num_hidden_layers=layers,
+        num_nextn_predict_layers=0,
+        hidden_size=48,
+        moe_intermediate_size=width,
+        n_routed_experts=experts,
+    )
+    shapes = {name: tuple(s) for name, s in checkpoint.shapes(parts.abstract(model)).items()}
+    rng, wanted = np.random.default_rng(0), {}
+    for cell in cells(table(model, list(shapes)), shapes):
+        shape = cell.row.tensor_shape([shapes[a][len(cell.index) :] for a in cell.row.arrays])
+        wanted |= {name: (np.dtype(np.float32), shape) for name in cell.tensors}
+    tmp_path.mkdir(exist_ok=True)
+    files.lay_out(tmp_path, wanted, 10**9)
+    for tensor in files.tensors(tmp_path).values():
+        tensor.write(rng.standard_normal(tensor.shape, np.float32))
+    (tmp_path / "config.json").write_text(settings.write(model, "float32", None))
+    return tmp_path
+
+
+@pytest.mark.parametrize("direction", ["from_hf", "to_hf"])
+def test_a_killed_conversion_goes_on_and_equals_a_straight_one(direction, tmp_path, capsys):
+    source = big(tmp_path / "hf", layers=7, width=8, experts=64)
+    straight, out = tmp_path / "straight", tmp_path / "out"
+    work = convert.from_hf if direction == "from_hf" else convert.to_hf
+    if direction == "to_hf":
+        convert.from_hf(str(source), str(source := tmp_path / "run"))
+    work(str(source), str(straight))
+    notes = tmp_path / "out.partial" / "done.jsonl"
+    killed = subprocess.Popen([sys.executable, "-m", "maxds.convert", direction, str(source), str(out)])
+    while not notes.exists() or notes.stat().st_size < 1000:
+        assert killed.poll() is None
+        time.sleep(0.01)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    assert not out.exists()
+    notes.write_text(notes.read_text() + '["model.layers.6.mlp.ex')  # as a kill in the middle of a line leaves it
+    capsys.readouterr()
+    work(str(source), str(out))
+    went_on = int(capsys.readouterr().out.split()[2])
+    assert 10 < went_on < 2 * 64 * 6
+    if direction == "to_hf":
+        for path in straight.iterdir():
+            assert path.read_bytes() == (out / path.name).read_bytes()
+    else:
+        assert equal(state_of(out), state_of(straight))
+    assert not (tmp_path / "out.partial").exists()
+
+
+def test_a_conversion_of_something_else_is_not_gone_on_with(v3, tmp_path, capsys):
+    hf, partial = shutil.copytree(v3[0] / "hf", tmp_path / "hf"), tmp_path / "out.partial"
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(convert, "checksum", lambda arrays: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(convert, "_altered", lambda *_: [])
+        convert.from_hf(str(hf), str(tmp_path / "out"))
+    assert partial.exists()
+    given = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(given | {"rope_theta": 77}))
+    convert.from_hf(str(hf), str(tmp_path / "out"))
+    assert "going on" not in capsys.readouterr().out
+    assert trained.read_config(str(tmp_path / "out")).model.rope_theta == 77
+
+
+def test_what_reads_back_otherwise_is_told_and_removed(v3, tmp_path, monkeypatch):
+    write = files.Tensor.write
+
+    def faulty(self, numbers):
+        write(self, numbers * 2 if numbers.shape == (8, 24) else numbers)
+
+    monkeypatch.setattr(files.Tensor, "write", faulty)  # of the routers: three, and two of modules
+    told = r"^5 of \d+ parts read back otherwise .* such as model\.layers\.1\.mlp\.gate\.weight; look"
+    with pytest.raises(convert.DamageError, match=told):
+        convert.to_hf(str(v3[0] / "run"), str(tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
+
+
+MEASURE = """
+import sys, resource
+from maxds import convert
+small, large, out = sys.argv[1:]
+def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def both(folder, out):
+    convert.from_hf(folder, f"{out}/run")
+    convert.to_hf(f"{out}/run", f"{out}/hf")
+both(small, f"{out}/small")
+before = peak()
+both(large, f"{out}/large")
+print(peak() - before)
+"""
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    width = 10_000  # tensors of 2 MB
+    small, large = (big(tmp_path / str(layers), layers, width) for layers in (2, 9))
+    size = sum(f.stat().st_size for f in large.glob("*.safetensors"))
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, small, large, tmp_path], capture_output=True, text=True, check=True
+    )
+    grown = int(done.stdout.split()[-1])
+    assert size > 350e6 and grown < 0.1 * size, (grown, size)
