@@ -1,0 +1,71 @@
+"""What `to_hf` writes, transformers loads, and computes as maxds does."""
+
+import dataclasses
+
+import converted
+import numpy as np
+import pytest
+import tiny
+
+from maxds import convert, score, trained
+
+pytestmark = pytest.mark.parity
+SHAPES = {
+    "v2-lite": dataclasses.replace(tiny.V2_LITE, num_nextn_predict_layers=0, tie_word_embeddings=False),
+    "v2": tiny.V2,
+    "v3": tiny.V3,
+    "kimi-k2": dataclasses.replace(tiny.V3, n_group=1, topk_group=1, num_nextn_predict_layers=0),
+}
+
+
+def write(model, tmp_path, seed):
+    """A run and what is written of it, opened by either side; and tokens."""
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    run, hf = str(tmp_path / "run"), str(tmp_path / "hf")
+    converted.run(tmp_path / "run", model)
+    convert.to_hf(run, hf)
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(hf, **options).eval()
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (8, 40))
+    return trained.load(trained.read_config(run), run), loaded, tokens
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_transformers_loads_and_scores_what_is_written(shape, seed, tmp_path):
+    torch = pytest.importorskip("torch")
+    run, loaded, tokens = write(converted.draw(SHAPES[shape], seed), tmp_path, seed)
+    with torch.no_grad():
+        expected = loaded(torch.tensor(tokens)).logits.numpy()
+    found = np.concatenate(list(score.logits(*run, tokens)))
+    print(f"{shape}: standard deviation {expected.std():.2f}, largest error {np.abs(found - expected).max():.1e}")
+    assert expected.std() > 0.1
+    np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+
+
+def test_mtp_modules_compute_what_those_of_transformers_do(tmp_path):
+    torch = pytest.importorskip("torch")
+    from torch.nn.functional import cross_entropy
+    from transformers.modeling_layers import MtpModel
+
+    model = dataclasses.replace(converted.draw(tiny.V3, 0), num_nextn_predict_layers=2)
+    (stepper, state), loaded, tokens = write(model, tmp_path, 0)
+    loaded._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[45]\."]  # it knows the modules of 61 layers only
+    modules, ids = MtpModel.from_pretrained(loaded).eval(), torch.tensor(tokens)
+    expected = {}
+    with torch.no_grad():
+        h = loaded.model(ids).last_hidden_state
+        for depth in range(2):
+            positions = torch.arange(depth + 1, ids.shape[1])[None]
+            h = modules.forward_layer(depth, h[:, :-1], positions, None, input_ids=ids[:, depth + 1 :])
+            logits, targets = loaded.lm_head(h[:, :-1]), ids[:, depth + 2 :]
+            expected[f"mtp_{depth + 1}"] = cross_entropy(
+                logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+            ).item()
+
+    ones = np.ones_like(tokens[:, 1:])
+    rows = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": ones, "positions": np.cumsum(ones, 1) - 1}
+    batch = stepper.batch({name: values.astype(np.int32) for name, values in rows.items()})
+    found = stepper.evaluate(state.params, state.router_bias, batch)
+    for term, value in expected.items():
+        assert float(found["sums"][term] / found["counts"][term]) == pytest.approx(value, rel=1e-6)
