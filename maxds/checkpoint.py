@@ -25,6 +25,7 @@ from maxds.config import Config
 from maxds.params import Tree
 from maxds.step import TrainState
 
+PIECE_BYTES = 4 * 2**20, 64 * 2**20  # a stored piece of a weight is no smaller where it can be larger, and no larger
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
@@ -64,8 +65,13 @@ class Checkpoints:
     def save(self, state: TrainState, step: int, config: Config, fingerprint: str) -> None:
         """Starts saving in the background; the state may be donated once this returns."""
         about = _about(config, fingerprint, state)
-        # A damaged checkpoint of this step may lie there, which the run resumed from before.
-        self.orbax.save_checkpointables_async(step, {"state": state}, force=True, overwrite=True, custom_metadata=about)
+        context = ocp.Context()
+        context.array.saving.scoped_storage_options_creator = _storage
+        with context:
+            # A damaged checkpoint of this step may lie there, which the run resumed from before.
+            self.orbax.save_checkpointables_async(
+                step, {"state": state}, force=True, overwrite=True, custom_metadata=about
+            )
 
     # ---------------------------------------------------------------------------------- restore
 
@@ -127,6 +133,19 @@ class Checkpoints:
     def _skip(self, step: int, error: Exception) -> None:
         reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
         self.warn(f"warning: checkpoint {step} is damaged and is skipped ({reason})")
+
+
+def _storage(key: tuple, value: Any) -> Any:
+    """Stacked weights lie in pieces of a layer or expert, so that `maxds.convert` can read these alone."""
+    name = params.name(key)
+    if not name.startswith("params.") or value.ndim < 3:
+        return None
+    stacked = 2 if ".experts." in name else 1
+    piece = math.prod(value.sharding.shard_shape(value.shape)[stacked:]) * value.dtype.itemsize
+    smallest, largest = PIECE_BYTES
+    return ocp.options.ArrayOptions.Saving.StorageOptions(
+        chunk_byte_size=min(max(piece, smallest), largest), shard_axes=tuple(range(stacked))
+    )
 
 
 def _about(config: Config, fingerprint: str, state: Tree) -> dict[str, Any]:

@@ -125,11 +125,13 @@ class Work:
         with (
             tqdm.tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None) as bar,
             futures.ThreadPoolExecutor(WORKERS) as pool,
-            contextlib.closing(pool.map(fn, work)) as results,  # closing it cancels what has not begun
         ):
-            for cell, found in zip(work, results, strict=True):
-                yield cell, found
-                bar.update(self.sizes(cell))
+            try:
+                for cell, found in zip(work, pool.map(fn, work), strict=True):
+                    yield cell, found
+                    bar.update(self.sizes(cell))
+            finally:
+                pool.shutdown(cancel_futures=True)  # what has not begun
 
 
 def checksum(arrays: Sequence[np.ndarray]) -> list[int]:

@@ -170,6 +170,19 @@ def test_what_is_converted_there_and_back_is_the_same_to_the_bit(model, dtype, t
     assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["checkpoints", "config.yaml"]
 
 
+def test_a_training_saves_weights_in_pieces_of_a_layer_or_expert(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "PIECE_BYTES", (1, 10**9))
+    _, state = converted.run(tmp_path, tiny.V3, mesh=(1, 2, 2))
+    pieces = {
+        "params.moe_layers.experts.up": (1, 1, 12, 2, 32),
+        "params.moe_layers.attention.q_up": (1, 4, 3, 14),  # split over `fsdp`, and each copy of it writes a half
+        "params.mtp.projection": (1, 12, 24),
+    }
+    found = parts.open_checkpoint(tmp_path, 3, list(pieces)).arrays
+    assert {name: array.chunk_layout.read_chunk.shape for name, array in found.items()} == pieces
+    assert equal(state_of(tmp_path), jax.device_get((state.params, state.router_bias)))
+
+
 @pytest.fixture(scope="module")
 def lite(tmp_path_factory):
     """A run of a small V2-Lite, as `run`, what is written of it, `hf`, and a run that was made of that, `back`."""
