@@ -110,8 +110,13 @@ class Checkpoints:
         return None
 
     def _skip(self, step: int, error: Exception) -> None:
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        self.warn(f"warning: checkpoint {step} is damaged and is skipped ({reason})")
+        self.warn(f"warning: checkpoint {step} is damaged and is skipped ({reason(error)})")
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, cut short; its kind, if it says nothing."""
+    said = str(error).strip()
+    return said.splitlines()[0][:200] if said else type(error).__name__
 
 
 def shapes(state: Tree) -> dict[str, list[int]]:

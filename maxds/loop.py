@@ -14,9 +14,9 @@ import psutil
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxds import checkpoint, metrics
+from maxds import checkpoint, metrics, watchdog
 from maxds.config import Config
-from maxds.data import Data
+from maxds.data import Batch, Data
 from maxds.step import Stepper, TrainState
 
 NON_FINITE_LIMIT = 5  # steps in a row whose loss is not finite before the run gives up
@@ -30,6 +30,10 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient have stopped being numbers."""
 
 
+class FeedError(RuntimeError):
+    """The data has ended, or cannot be read any more, though it could when the run began."""
+
+
 @dataclasses.dataclass
 class Loop:
     """A run under way: the state, and what it is stepped, saved and reported with."""
@@ -39,6 +43,7 @@ class Loop:
     data: Data
     saved: checkpoint.Checkpoints
     log: metrics.Log
+    watch: watchdog.Watchdog
     state: TrainState
     step: int  # batches consumed
     program: Any  # the compiled train step
@@ -53,6 +58,7 @@ class Loop:
         Raises:
           NonFiniteError: loss or gradient was not finite for NON_FINITE_LIMIT steps in a row.
           TermError: at step 0, a term that is enabled is zero or has no gradient.
+          FeedError: the data of a step, or of an evaluation, cannot be read.
         """
         batches = self._batches()
         first = next(batches)
@@ -72,7 +78,16 @@ class Loop:
 
     def _batches(self) -> Iterator[dict[str, jax.Array]]:
         mine = self.data.batches(self.step, jax.process_index(), jax.process_count())
-        return (self.stepper.batch(rows) for rows in mine)
+        return (self.stepper.batch(rows) for rows in self._reading(mine))
+
+    def _reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        try:
+            yield from batches
+        except Exception as error:  # whatever a file that is gone makes of reading it
+            raise FeedError(
+                f"the data cannot be read any more after step {self.step}: {checkpoint.reason(error)}. Bring it back; "
+                f"the same command goes on from the last checkpoint ({self.last_saved or 'none'})"
+            ) from error
 
     def one_step(self, batch: dict[str, jax.Array]) -> None:
         """Dispatches a step, and only then reads the metrics of the one before: the device never waits for the host."""
@@ -103,6 +118,7 @@ class Loop:
         step, computed = self._due
         self._due = None
         found = jax.device_get(computed)
+        self.watch.progress(f"step {step}")
         now = time.perf_counter()
         self.log.step(step, found, now - self._clock)
         self._clock = now
@@ -130,9 +146,11 @@ class Loop:
     def evaluate(self) -> None:
         """Means of every term over the held-out batches."""
         totals: dict[str, dict[str, float]] = {}
-        for rows in self.data.eval_batches(self.config.eval.batches, jax.process_index(), jax.process_count()):
+        held_out = self.data.eval_batches(self.config.eval.batches, jax.process_index(), jax.process_count())
+        for rows in self._reading(held_out):
             found = self.stepper.evaluate(self.state.params, self.state.router_bias, self.stepper.batch(rows))
             totals = jax.tree.map(np.add, totals, jax.device_get(found)) if totals else jax.device_get(found)
+            self.watch.progress(f"a batch of the evaluation after step {self.step}")
         enabled = [name for name, coefficient in self.stepper.network.coefficients().items() if coefficient]
         self.log.eval(self.step, {n: float(totals["sums"][n] / max(totals["counts"][n], 1)) for n in enabled})
         self._clock = time.perf_counter()
@@ -142,6 +160,7 @@ class Loop:
     def save(self) -> None:
         """Saves the state, whose loss is known to be finite, in the background."""
         self.saved.save(self.state, self.step, self.config, self.data.fingerprint)
+        self.watch.progress(f"the copy of step {self.step} to save")
         self.last_saved = self.step
         self.log.note(f"checkpoint {self.step} saved")
         self.log.flush()
@@ -159,6 +178,7 @@ class Loop:
                 continue
             self.state, computed = self.program(self.state, batch, self.stepper.probe(term))
             value, norm = jax.device_get((computed["terms"][term], computed["grad_norm"]))
+            self.watch.progress(f"the check of the loss term {term}")
             if value == 0 or norm == 0:
                 wrong = "is zero" if value == 0 else "has no gradient"
                 raise TermError(

@@ -2,16 +2,19 @@
 
 exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIGINT; saved, resumes when run again
           1   a defect of maxds or the machine     4   loss or gradient stopped being finite
-          2   a mistake in the config, data, mesh, checkpoints or --aot file, in one message
+          2   a mistake in the config, data,       5   data ended or could not be read, after training had begun
+              mesh, checkpoints or --aot file      6   no progress for `hang_seconds`; RUN/hangs tells where it stood
 """
 
+import os
 import sys
+import traceback
 
 import jax
 from absl import flags
 from etils import epath
 
-from maxds import checkpoint, command, describe, generate, loader, loop, metrics, report, trained
+from maxds import checkpoint, command, describe, generate, loader, loop, metrics, report, trained, watchdog
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -34,6 +37,7 @@ MISTAKES = (
     tpu.KernelError,
     executable.ExecutableError,
 )
+EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5}
 USAGE = (
     "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE] [--print_config | --describe [--devices=N]]"
 )
@@ -45,19 +49,32 @@ def main(args: list[str]) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     try:
-        config, tree = loader.load(Config, args[1], args[2:])
-        if _PRINT_CONFIG.value:
-            print(loader.render(config, tree), end="")
-        elif _DESCRIBE.value:
-            print(describe.describe(config, _DEVICES.value))
-        else:
-            return run(config, loader.render(config, tree), _AOT.value)
-    except MISTAKES as error:
+        return execute(args)
+    except tuple(EXIT_CODES) as error:
         print(error, file=sys.stderr)
-        return 2
-    except loop.NonFiniteError as error:
-        print(error, file=sys.stderr)
-        return 4
+        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():  # JAX would wait for the other processes, which may wait for this one
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def execute(args: list[str]) -> int:
+    """What the arguments ask for; returns the exit code.
+
+    Raises:
+      One of EXIT_CODES: it cannot be done.
+    """
+    config, tree = loader.load(Config, args[1], args[2:])
+    if _PRINT_CONFIG.value:
+        print(loader.render(config, tree), end="")
+    elif _DESCRIBE.value:
+        print(describe.describe(config, _DEVICES.value))
+    else:
+        return run(config, loader.render(config, tree), _AOT.value)
     return 0
 
 
@@ -68,9 +85,15 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
         cache = mesh_lib.use_compile_cache(config.compile_cache_dir, log.note)
         stepper, data = make_stepper(config, log), open_data(config, cache, log)
         program = load_executable(aot, stepper, log) if aot else None
-        with checkpoint.open_run(config, log.note) as saved, loop.Stop().listening() as stop:
+        process = f"process {jax.process_index()} of {jax.process_count()}"
+        with (
+            watchdog.Watchdog(config.hang_seconds, config.run_dir, process) as watch,
+            checkpoint.open_run(config, log.note) as saved,
+            loop.Stop().listening() as stop,
+        ):
+            watch.progress("reading the data")
             with log.phase("state") as phase:
-                state, phase.detail = restore_or_init(saved, stepper, data, log)
+                state, phase.detail = restore_or_init(saved, stepper, data, log, watch)
             mesh_lib.keep_freed_memory(config.mesh)
             done = int(state.step)
             if done >= config.steps:
@@ -78,10 +101,11 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
                 return 0
             leave_config(config, text)
             if program is None:
-                with log.phase("compile") as phase:
+                with log.phase("compile") as phase, watch.paused():
                     program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
             log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
-            training = loop.Loop(config, stepper, data, saved, log, state, done, program, last_saved=done or None)
+            told = saved, log, watch
+            training = loop.Loop(config, stepper, data, *told, state, done, program, last_saved=done or None)
             finished = training.run(stop)
         if not finished:
             log.note(f"stopped by {stop.name} after step {training.step}; run the same command to go on")
@@ -131,7 +155,7 @@ def open_data(config: Config, cache: str | None, log: metrics.Log) -> data_lib.D
         return data
 
 
-def restore_or_init(saved, stepper, data, log) -> tuple[step_lib.TrainState, str]:
+def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainState, str]:
     """The state to start from, and where it came from.
 
     Raises:
@@ -145,7 +169,8 @@ def restore_or_init(saved, stepper, data, log) -> tuple[step_lib.TrainState, str
 
     state = saved.restore(stepper.abstract_state, check)
     if state is None:
-        return stepper.init(), f"initialized from seed {stepper.config.seed}"
+        with watch.paused():
+            return stepper.init(), f"initialized from seed {stepper.config.seed}"
     return state, f"restored from checkpoint {int(state.step)}"
 
 

@@ -15,7 +15,7 @@ ORDER = """command config nodes loader mesh params schedule
     optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
-    data checkpoint records metrics report trained generate score loop train
+    data checkpoint records metrics report trained generate score watchdog loop train
     compile""".split()
 ONLY = {"flops": {"config"}, "schedule": {"params"}}  # less than the order would allow
 MODULES = {
@@ -63,7 +63,18 @@ WORDS = {
     r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.moe"},
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {
         *("command", "nodes", "loader", "mesh", "data", "checkpoint", "records", "metrics", "report"),
-        *("trained", "generate", "score", "loop", "train", "compile", "aot.executable", "aot.topology", "aot.picture"),
+        *(
+            "trained",
+            "generate",
+            "score",
+            "watchdog",
+            "loop",
+            "train",
+            "compile",
+            "aot.executable",
+            "aot.topology",
+            "aot.picture",
+        ),
     },
 }
 
