@@ -4,17 +4,33 @@ exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIG
           1   a defect of maxds or the machine     4   loss or gradient stopped being finite
           2   a mistake in the config, data,       5   data ended or could not be read, after training had begun
               mesh, checkpoints or --aot file      6   no progress for `hang_seconds`; RUN/hangs tells where it stood
+                                                   7   checkpoints, or the run's folder, could not be written
 """
 
+import contextlib
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 
 import jax
 from absl import flags
 from etils import epath
 
-from maxds import checkpoint, command, describe, generate, loader, loop, metrics, report, trained, watchdog
+from maxds import (
+    checkpoint,
+    command,
+    describe,
+    generate,
+    loader,
+    loop,
+    metrics,
+    records,
+    report,
+    saves,
+    trained,
+    watchdog,
+)
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -37,7 +53,7 @@ MISTAKES = (
     tpu.KernelError,
     executable.ExecutableError,
 )
-EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5}
+EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}
 USAGE = (
     "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE] [--print_config | --describe [--devices=N]]"
 )
@@ -93,19 +109,25 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
         ):
             watch.progress("reading the data")
             with log.phase("state") as phase:
-                state, phase.detail = restore_or_init(saved, stepper, data, log, watch)
+                state, phase.detail, logged = restore_or_init(saved, stepper, data, log, watch)
             mesh_lib.keep_freed_memory(config.mesh)
             done = int(state.step)
             if done >= config.steps:
                 log.note(f"nothing to do: {config.run_dir} has {done} of steps={config.steps}; raise steps to go on")
                 return 0
-            leave_config(config, text)
+            with writing(config):
+                leave_config(config, text)
             if program is None:
                 with log.phase("compile") as phase, watch.paused():
                     program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
-            log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
-            told = saved, log, watch
-            training = loop.Loop(config, stepper, data, *told, state, done, program, last_saved=done or None)
+            with writing(config):
+                log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
+
+            def save(state: step_lib.TrainState, step: int) -> None:
+                saved.save(state, step, config, data.fingerprint)
+
+            saving = saves.Saves(saved, log, save, last=done or None)
+            training = loop.Loop(config, stepper, data, saving, log, watch, state, done, program, logged)
             finished = training.run(stop)
         if not finished:
             log.note(f"stopped by {stop.name} after step {training.step}; run the same command to go on")
@@ -155,23 +177,37 @@ def open_data(config: Config, cache: str | None, log: metrics.Log) -> data_lib.D
         return data
 
 
-def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainState, str]:
-    """The state to start from, and where it came from.
+def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainState, str, dict | None]:
+    """The state to start from, where it came from, and what its next step gave if it was taken before.
 
     Raises:
       CheckpointError: there is a checkpoint, and it does not belong to this config or data.
     """
+    config, changes = stepper.config, []
 
     def check(about: checkpoint.Saved) -> None:
-        changes = checkpoint.check_resumable(about, stepper.config, stepper.abstract_state, data.fingerprint)
+        changes[:] = checkpoint.check_resumable(about, config, stepper.abstract_state, data.fingerprint)
         for line in changes:
             log.note(f"changed since checkpoint {about.step}: {line}")
 
+    rows = list(records.read(config.run_dir, records.STEPS))  # before the first process drops those to be repeated
     state = saved.restore(stepper.abstract_state, check)
     if state is None:
         with watch.paused():
-            return stepper.init(), f"initialized from seed {stepper.config.seed}"
-    return state, f"restored from checkpoint {int(state.step)}"
+            return stepper.init(), f"initialized from seed {config.seed}", None
+    done = int(state.step)
+    same_loss = not any(line.startswith(("loss.", "model.", "precision.")) for line in changes)
+    logged = next((row for row in rows if same_loss and row["step"] == done + 1), None)
+    return state, f"restored from checkpoint {done}", logged
+
+
+@contextlib.contextmanager
+def writing(config: Config) -> Iterator[None]:
+    """Turns what a storage refuses at the start into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise checkpoint.StorageError(f"run_dir={config.run_dir} cannot be written: {error}") from error
 
 
 def leave_config(config: Config, text: str) -> None:
@@ -188,12 +224,17 @@ def leave_config(config: Config, text: str) -> None:
 def finish(config: Config, training: loop.Loop, log: metrics.Log) -> None:
     """What a finished run leaves behind besides its checkpoints: a picture, and a sample if config asks for one."""
     log.flush()
+    text = None
     if config.sample is not None:
         text = generate.sample_text(training.stepper, training.state, training.data.tokenizer, config.sample)
-        if jax.process_index() == 0:
+    if jax.process_index() != 0:
+        return
+    try:
+        if text is not None:
             (epath.Path(config.run_dir).expanduser() / "sample.txt").write_text(text)
-    if jax.process_index() == 0:
         log.note(f"picture     {report.write(config.run_dir)}")
+    except OSError as error:
+        log.alarm(f"the run is trained and saved, but its picture or sample could not be written: {error}")
 
 
 if __name__ == "__main__":

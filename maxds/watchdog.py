@@ -70,7 +70,9 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
         else:
             self._timer.start(seconds + _GRACE)
-            faulthandler.dump_traceback_later(seconds + _GRACE / 2)
+            faulthandler.dump_traceback_later(
+                seconds + _GRACE / 2, file=2
+            )  # standard error, whatever Python makes of it
 
     def _watch(self) -> None:
         with self._changed:

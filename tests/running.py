@@ -68,3 +68,10 @@ def wait_for_steps(process, run_dir, count):
                 return
         time.sleep(0.01)
     raise AssertionError(finish(process))
+
+
+def checksums(run_dir):
+    """Those of every array of the last state saved."""
+    latest = max((path for path in (run_dir / "checkpoints").iterdir()), key=lambda path: int(path.name))
+    about = json.loads((latest / "_CHECKPOINT_METADATA").read_text())["custom_metadata"]
+    return about["checksums"]

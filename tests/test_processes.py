@@ -10,15 +10,6 @@ import pytest
 from running import DEADLINE, LONG, ROOT, STEPS, TINY, finish, losses, rows, start, start_several, wait_for_steps
 
 
-@pytest.fixture(scope="module")
-def straight(tmp_path_factory, process_cache):
-    """The losses of a run that nothing interrupted."""
-    folder = tmp_path_factory.mktemp("straight")
-    code, _, err = finish(start(folder, process_cache, *LONG))
-    assert code == 0, err
-    return losses(folder)
-
-
 def test_sigterm_saves_and_exits_with_3_and_the_same_command_goes_on_to_the_bit(tmp_path, process_cache, straight):
     process = start(tmp_path, process_cache, *LONG)
     wait_for_steps(process, tmp_path, 2)

@@ -15,7 +15,7 @@ ORDER = """command config nodes loader mesh params schedule
     optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
-    data checkpoint records metrics report trained generate score watchdog loop train
+    data checksum checkpoint records metrics report trained generate score watchdog saves loop train
     compile""".split()
 ONLY = {"flops": {"config"}, "schedule": {"params"}}  # less than the order would allow
 MODULES = {
@@ -68,6 +68,7 @@ WORDS = {
             "generate",
             "score",
             "watchdog",
+            "saves",
             "loop",
             "train",
             "compile",
