@@ -83,10 +83,11 @@ class Checkpoints:
 
     def drop_half_written(self, step: int) -> None:
         """Deletes what a save of this step has left, which takes room that the next one needs."""
-        if jax.process_index() == 0:
-            with contextlib.suppress(OSError):  # the next start tries again
-                for left in self.folder.glob(f"{step}{_HALF_WRITTEN}*"):
-                    left.rmtree()
+        with contextlib.suppress(OSError):  # the next start tries again
+            for left in self.folder.glob(f"{step}{_HALF_WRITTEN}*") if jax.process_index() == 0 else ():
+                left.rmtree()
+        with contextlib.suppress(Exception):
+            self.orbax.reload()  # it has forgotten those that it would have deleted had this one been saved
 
     # ---------------------------------------------------------------------------------- restore
 

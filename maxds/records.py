@@ -121,13 +121,13 @@ class Records:
                     target = self._run / path.relative_to(self._local).as_posix()
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(path.read_bytes())
+            self._failing = False
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
-        """Tells of the first failure inside such a block after a success."""
+        """Tells of the first failure inside such a block since the last `flush` that had none."""
         try:
             yield
-            self._failing = False
         except Exception as error:  # a bucket's library raises what it likes
             if not self._failing:
                 self._alarm(f"metrics cannot be written to {self._run} and are kept in memory until they can: {error}")

@@ -78,8 +78,8 @@ class _Told:
         self._lines: list[list[str]] = [[], []]
         streams = process.stdout, process.stderr
         self._threads = [
-            threading.Thread(target=lines.extend, args=(stream,))
-            for lines, stream in zip(self._lines, streams, strict=True)
+            threading.Thread(target=_read, args=(stream, lines))
+            for stream, lines in zip(streams, self._lines, strict=True)
         ]
         for thread in self._threads:
             thread.start()
@@ -94,3 +94,8 @@ class _Told:
         for thread in self._threads:
             thread.join()
         return ["".join(lines) for lines in self._lines]
+
+
+def _read(stream, lines: list[str]) -> None:
+    with stream:
+        lines.extend(stream)
