@@ -98,9 +98,9 @@ class Records:
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Hands TensorBoard those of the values (tag -> value) that are finite."""
+        self._next = step + 1
         if self._board is None:
             return
-        self._next = step + 1
         finite = [scalar(tag, value).value[0] for tag, value in values.items() if _is_finite(value)]
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=finite))
         with self._telling():

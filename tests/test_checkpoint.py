@@ -1,6 +1,7 @@
 """Checkpoints whose files were changed after they were saved: found out, and the one before is used."""
 
 import dataclasses
+import gc
 import pathlib
 import re
 import shutil
@@ -17,6 +18,13 @@ from maxds import checkpoint, checksum
 
 # Orbax does not wait for the other reads when one fails; they end after their event loop has.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """What Orbax left is collected here, not in a test of another file."""
+    yield
+    gc.collect()
 
 
 def state_of(seed: int) -> dict[str, jax.Array]:
