@@ -22,6 +22,7 @@ from etils import epath
 
 EXIT_CODE = 6
 _GRACE = 30.0  # seconds that the thread has to speak before the system's timer ends the process
+_STDERR = 2  # the system's, whatever Python makes of it
 _SIGEV_THREAD = 2  # of glibc's signal.h: a timer calls a function
 
 
@@ -38,6 +39,7 @@ class Watchdog:
         self._seconds, self._folder, self._process = seconds, epath.Path(run_dir).expanduser() / "hangs", process
         self._changed = threading.Condition()
         self._last, self._deadline, self._closed = "", math.inf, False
+        self._armed = -math.inf  # when the system's timer was last started
         self._timer = _ExitTimer(EXIT_CODE)
 
     def __enter__(self) -> "Watchdog":
@@ -62,17 +64,20 @@ class Watchdog:
         self._wait(self._seconds)
 
     def _wait(self, seconds: float | None) -> None:
+        now = time.monotonic()
+        self._deadline = math.inf if seconds is None else now + seconds
+        if seconds is not None and now < self._armed + _GRACE / 10:
+            return  # what follows takes a thread's start, and the system's timer has time to spare
         with self._changed:
-            self._deadline = math.inf if seconds is None else time.monotonic() + seconds
             self._changed.notify()
         if seconds is None:
+            self._armed = -math.inf
             self._timer.stop()
             faulthandler.cancel_dump_traceback_later()
         else:
+            self._armed = now
             self._timer.start(seconds + _GRACE)
-            faulthandler.dump_traceback_later(
-                seconds + _GRACE / 2, file=2
-            )  # standard error, whatever Python makes of it
+            faulthandler.dump_traceback_later(seconds + _GRACE / 2, file=_STDERR)
 
     def _watch(self) -> None:
         with self._changed:
