@@ -12,7 +12,7 @@ import importlib.metadata
 import math
 import platform
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -20,17 +20,26 @@ from etils import epath
 from orbax.checkpoint.experimental import v1 as ocp
 
 import maxds
-from maxds import loader, params
+from maxds import checksum, loader, params
 from maxds.config import Config
 from maxds.params import Tree
 from maxds.step import TrainState
 
 PIECE_BYTES = 4 * 2**20, 64 * 2**20  # a stored piece of a weight is no smaller where it can be larger, and no larger
+_HALF_WRITTEN = ".orbax-checkpoint-tmp"  # follows the step in the name of a folder that is not complete
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used, or there is none."""
+
+
+class DamageError(ValueError):
+    """A checkpoint does not hold what was saved."""
+
+
+class StorageError(RuntimeError):
+    """The folder of a run cannot be written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Saved:
     config: dict[str, Any]  # as `loader.plain` gives it
     fingerprint: str  # of the data
     shapes: dict[str, list[int]]  # of every array of the state
+    checksums: dict[str, str]  # the same, as `checksum.of_arrays` gives them; none of a conversion
 
     @property
     def only_weights(self) -> bool:
@@ -55,6 +65,7 @@ class Checkpoints:
     folder: epath.Path
     orbax: ocp.training.Checkpointer
     warn: Callable[[str], None]
+    damaged: set[int] = dataclasses.field(default_factory=set)  # steps of checkpoints that cannot be used
 
     # ------------------------------------------------------------------------------------- save
 
@@ -62,16 +73,25 @@ class Checkpoints:
         """Whether the policy of config wants a checkpoint of this step."""
         return self.orbax.should_save(step)
 
-    def save(self, state: TrainState, step: int, config: Config, fingerprint: str) -> None:
+    def save(self, state: Tree, step: int, config: Config, fingerprint: str) -> None:
         """Starts saving in the background; the state may be donated once this returns."""
-        about = _about(config, fingerprint, state)
+        about = _about(config, fingerprint, state, checksum.of_arrays(state))
         context = ocp.Context()
         context.array.saving.scoped_storage_options_creator = _storage
+        # A damaged checkpoint of this step may lie there, which the run resumed from before.
+        self.damaged.discard(step)
         with context:
-            # A damaged checkpoint of this step may lie there, which the run resumed from before.
             self.orbax.save_checkpointables_async(
                 step, {"state": state}, force=True, overwrite=True, custom_metadata=about
             )
+
+    def drop_half_written(self, step: int) -> None:
+        """Deletes what a save of this step has left, which takes room that the next one needs."""
+        with contextlib.suppress(OSError):  # the next start tries again
+            for left in self.folder.glob(f"{step}{_HALF_WRITTEN}*") if jax.process_index() == 0 else ():
+                left.rmtree()
+        with contextlib.suppress(Exception):
+            self.orbax.reload()  # it has forgotten those that it would have deleted had this one been saved
 
     # ---------------------------------------------------------------------------------- restore
 
@@ -95,9 +115,15 @@ class Checkpoints:
         return steps[-1] if step is None else step
 
     def about(self, step: int) -> Saved:
-        """What a checkpoint belongs to."""
+        """What a checkpoint belongs to.
+
+        Raises:
+          DamageError: it is not what was saved.
+        """
         found: Any = self.orbax.checkpointables_metadata(step).custom_metadata
-        return Saved(step, found["config"], found["fingerprint"], found["shapes"])
+        if found.pop("checksum") != checksum.of_json(found):
+            raise DamageError("what it says of itself has another checksum than when it was saved")
+        return Saved(step, found["config"], found["fingerprint"], found["shapes"], found["checksums"])
 
     def restore(
         self, abstract: TrainState, check: Callable[[Saved], None], step: int | None = None
@@ -123,16 +149,30 @@ class Checkpoints:
             check(saved)
             wanted = dataclasses.replace(abstract, opt_state=None) if saved.only_weights else abstract
             try:
-                return self.orbax.load_checkpointables(chosen, {"state": wanted})["state"]
+                return self._load(saved, wanted)
             except Exception as error:
                 self._skip(chosen, error)
         if steps:
             raise CheckpointError(f"none of the checkpoints {', '.join(map(str, steps))} in {self.folder} can be read")
         return None
 
+    def _load(self, saved: Saved, abstract: Tree) -> Tree:
+        state = self.orbax.load_checkpointables(saved.step, {"state": abstract})["state"]
+        if wrong := checksum.differing(saved.checksums, checksum.of_arrays(state)):
+            raise DamageError(
+                f"{len(wrong)} arrays have another checksum than when they were saved, such as {wrong[0]}"
+            )
+        return state
+
     def _skip(self, step: int, error: Exception) -> None:
-        reason = str(error).strip().splitlines()[0][:120] if str(error).strip() else type(error).__name__
-        self.warn(f"warning: checkpoint {step} is damaged and is skipped ({reason})")
+        self.damaged.add(step)
+        self.warn(f"warning: checkpoint {step} is damaged and is skipped ({reason(error)})")
+
+
+def reason(error: BaseException) -> str:
+    """The first line of what an error says, cut short; its kind, if it says nothing."""
+    said = str(error).strip()
+    return said.splitlines()[0][:500] if said else type(error).__name__
 
 
 def _storage(key: tuple, value: Any) -> Any:
@@ -148,19 +188,23 @@ def _storage(key: tuple, value: Any) -> Any:
     )
 
 
-def _about(config: Config, fingerprint: str, state: Tree) -> dict[str, Any]:
+def _about(config: Config, fingerprint: str, state: Tree, checksums: dict[str, str]) -> dict[str, Any]:
     """What is kept beside a state, abstract or not."""
-    return {
+    about = {
         "config": loader.plain(config),
         "fingerprint": fingerprint,
         "shapes": shapes(state),
+        "checksums": checksums,
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES}
         | {"maxds": maxds.__version__, "python": platform.python_version()},
     }
+    return about | {"checksum": checksum.of_json(about)}
 
 
 def save_outline(config: Config, run_dir: str, small: TrainState, abstract: TrainState) -> None:
     """Makes checkpoint 0 of a run, each array of which lies in a folder of its own, to be laid out anew.
+
+    It has no checksums of arrays: who fills it compares what it wrote.
 
     Args:
       config: to be found in the checkpoint.
@@ -173,7 +217,7 @@ def save_outline(config: Config, run_dir: str, small: TrainState, abstract: Trai
     saving = context.array.saving
     saving.use_ocdbt, saving.array_metadata_store, saving.enable_write_sharding_file = False, None, False
     with context, ocp.training.Checkpointer(folder) as orbax:
-        orbax.save_checkpointables(0, {"state": small}, custom_metadata=_about(config, "", abstract))
+        orbax.save_checkpointables(0, {"state": small}, custom_metadata=_about(config, "", abstract, {}))
 
 
 def shapes(state: Tree) -> dict[str, list[int]]:
@@ -188,20 +232,46 @@ def open_run(config: Config, warn: Callable[[str], None], *, read_only: bool = F
     Unless `read_only`, what an earlier process left half-written is deleted: only one process may write to a run.
     """
     folder = epath.Path(config.run_dir).expanduser().resolve() / "checkpoints"  # Orbax wants an absolute path
-    for left in folder.glob("*.orbax-checkpoint-tmp*") if folder.exists() else ():
+    for left in folder.glob(f"*{_HALF_WRITTEN}*") if folder.exists() else ():
         warn(f"warning: {left.name} is a half-written checkpoint and is skipped")
-    policy, keep = config.checkpoint, ocp.training.preservation_policies
-    preserved = [keep.LatestN(policy.keep_last)]
+    policy, keep, damaged = config.checkpoint, ocp.training.preservation_policies, set()
+    preserved = [_LatestSound(policy.keep_last, damaged)]
     if policy.keep_every:
         preserved.append(keep.EveryNSteps(policy.keep_every))
-    orbax = ocp.training.Checkpointer(
-        folder,
-        save_decision_policy=_save_policy(config),
-        preservation_policy=keep.AnyPreservationPolicy(preserved),
-        cleanup_tmp_directories=not read_only,
-    )
-    with orbax:
-        yield Checkpoints(folder, orbax, warn)
+    try:
+        orbax = ocp.training.Checkpointer(
+            folder,
+            save_decision_policy=_save_policy(config),
+            preservation_policy=keep.AnyPreservationPolicy(preserved),
+            cleanup_tmp_directories=not read_only,
+        )
+    except OSError as error:
+        raise StorageError(f"run_dir={config.run_dir} cannot be used: {reason(error)}") from error
+    try:
+        yield Checkpoints(folder, orbax, warn, damaged)
+    finally:
+        try:
+            orbax.close()
+        except Exception as error:  # what ended the run matters more
+            warn(f"warning: closing {folder}: {reason(error)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _LatestSound:
+    """Preserves the latest checkpoints that can be used, and all that cannot: another day they might.
+
+    Args:
+      count: how many.
+      damaged: steps of those that could not be used.
+    """
+
+    count: int
+    damaged: set[int]
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """As Orbax asks it."""
+        sound = sorted(info.step for info in checkpoints if info.step not in self.damaged)[-self.count :]
+        return [info.step in sound or info.step in self.damaged for info in checkpoints]
 
 
 def _save_policy(config: Config) -> Any:

@@ -388,6 +388,9 @@ class Config:
     profile: Profile | None = None
     sample: Sample | None = None
     log_every_steps: int = 1
+    # A process that finishes no step, evaluated batch, restore or save for so long tells where it is, and exits with 6.
+    # Opening the data, initializing and compiling the step may take longer. null: it waits for ever
+    hang_seconds: float | None = 1800
     # A folder of compiled programs and of what else is worked out once. `auto`: RUN/compile_cache where run_dir is in a
     # bucket, for a restart may be on fresh machines; else ~/.cache/maxds, for new runs on this machine. null: none
     compile_cache: str | None = "auto"
@@ -404,6 +407,10 @@ class Config:
                 for option in self.compiler_options
             ),
             (self.log_every_steps > 0, f"log_every_steps={self.log_every_steps} must be positive"),
+            (
+                self.hang_seconds is None or self.hang_seconds > 0,
+                f"hang_seconds={self.hang_seconds} must be positive, or null",
+            ),
             (
                 data.sequence_length <= model.max_position_embeddings,
                 f"data.sequence_length={data.sequence_length} exceeds "

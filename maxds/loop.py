@@ -14,12 +14,14 @@ import psutil
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxds import checkpoint, metrics
+from maxds import checkpoint, metrics, saves, watchdog
 from maxds.config import Config
-from maxds.data import Data
+from maxds.data import Batch, Data
 from maxds.step import Stepper, TrainState
 
 NON_FINITE_LIMIT = 5  # steps in a row whose loss is not finite before the run gives up
+
+REPEAT_TOLERANCE = 1e-3  # of a loss: sums in another order, on another mesh, differ by less
 
 
 class TermError(ValueError):
@@ -30,6 +32,10 @@ class NonFiniteError(RuntimeError):
     """Loss or gradient have stopped being numbers."""
 
 
+class FeedError(RuntimeError):
+    """The data has ended, or cannot be read any more, though it could when the run began."""
+
+
 @dataclasses.dataclass
 class Loop:
     """A run under way: the state, and what it is stepped, saved and reported with."""
@@ -37,12 +43,13 @@ class Loop:
     config: Config
     stepper: Stepper
     data: Data
-    saved: checkpoint.Checkpoints
+    saves: saves.Saves
     log: metrics.Log
+    watch: watchdog.Watchdog
     state: TrainState
     step: int  # batches consumed
     program: Any  # the compiled train step
-    last_saved: int | None = None
+    logged: dict[str, Any] | None = None  # what the next step gave before the run was interrupted, if it was taken then
     non_finite: int = 0
     _due: tuple[int, dict] | None = None  # a step whose metrics are still on the device
     _clock: float = 0.0  # when the step before it was finished
@@ -53,6 +60,9 @@ class Loop:
         Raises:
           NonFiniteError: loss or gradient was not finite for NON_FINITE_LIMIT steps in a row.
           TermError: at step 0, a term that is enabled is zero or has no gradient.
+          FeedError: the data of a step, or of an evaluation, cannot be read.
+          checkpoint.StorageError: too many saves in a row have failed, or the last one.
+          checkpoint.CheckpointError: the first step has another loss than before the run was interrupted.
         """
         batches = self._batches()
         first = next(batches)
@@ -66,13 +76,23 @@ class Loop:
         while self.step < self.config.steps and not stop.requested(self.step):
             self.one_step(next(batches))
         self.finish_step()
-        if self.last_saved != self.step and self.non_finite == 0:
-            self.save()
+        if self.non_finite == 0:
+            self.watch.progress(f"step {self.step}, the last")
+            self.saves.save_last(self.state, self.step)
         return self.step == self.config.steps
 
     def _batches(self) -> Iterator[dict[str, jax.Array]]:
         mine = self.data.batches(self.step, jax.process_index(), jax.process_count())
-        return (self.stepper.batch(rows) for rows in mine)
+        return (self.stepper.batch(rows) for rows in self._reading(mine))
+
+    def _reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        try:
+            yield from batches
+        except Exception as error:  # whatever a file that is gone makes of reading it
+            raise FeedError(
+                f"the data cannot be read any more after step {self.step}: {checkpoint.reason(error)}. Bring it back; "
+                f"the same command goes on from the last checkpoint ({self.saves.last or 'none'})"
+            ) from error
 
     def one_step(self, batch: dict[str, jax.Array]) -> None:
         """Dispatches a step, and only then reads the metrics of the one before: the device never waits for the host."""
@@ -91,10 +111,12 @@ class Loop:
         if self._wants_eval():
             self.finish_step()
             self.evaluate()
-        if self.saved.due(self.step):
+        self.saves.look(self.step)
+        if self.saves.due(self.step):
             self.finish_step()
             if self.non_finite == 0:
-                self.save()
+                self.saves.save(self.state, self.step)
+                self.watch.progress(f"the copy of step {self.step} to save")
 
     def finish_step(self) -> None:
         """Waits for the metrics of the last dispatched step, and reports them."""
@@ -103,10 +125,30 @@ class Loop:
         step, computed = self._due
         self._due = None
         found = jax.device_get(computed)
+        self.watch.progress(f"step {step}")
         now = time.perf_counter()
-        self.log.step(step, found, now - self._clock)
+        self.check_repeated(step, found)
+        self.log.step(step, found | {"failed_saves": self.saves.failures}, now - self._clock)
         self._clock = now
         self._judge(step, found)
+
+    def check_repeated(self, step: int, found: dict) -> None:
+        """Compares the first step of a resumed run with the same step before the interruption.
+
+        Raises:
+          CheckpointError: its loss is another: state, data or program are not what they were.
+        """
+        logged, self.logged = self.logged, None
+        if not logged or logged["loss"] is None:
+            return
+        before, now = np.float32(logged["loss"]), np.float32(found["loss"])
+        if not abs(now - before) <= REPEAT_TOLERANCE * abs(before):
+            raise checkpoint.CheckpointError(
+                f"step {step} had the loss {before} before the run was interrupted, and has {now} now, from the same "
+                f"checkpoint: find out what changed (weights, data, versions). The next start goes on nevertheless"
+            )
+        to_the_bit = "to the bit" if now == before else f"but for {abs(now / before - 1):.1e}"
+        self.log.note(f"step {step} repeated: its loss is what it was, {to_the_bit}")
 
     def _judge(self, step: int, found: dict) -> None:
         """Counts the steps in a row that were not applied because a number in them is not one."""
@@ -117,7 +159,7 @@ class Loop:
         if self.non_finite == NON_FINITE_LIMIT:
             raise NonFiniteError(
                 f"loss or gradient was not finite for {NON_FINITE_LIMIT} steps in a row, {step - NON_FINITE_LIMIT + 1} "
-                f"to {step}; none of them was applied or saved (last checkpoint: {self.last_saved or 'none'}). Lower "
+                f"to {step}; none of them was applied or saved (last checkpoint: {self.saves.last or 'none'}). Lower "
                 f"optimizer.lr={self.config.optimizer.lr:g}, or look at the data of these steps; run again to resume"
             )
 
@@ -130,21 +172,14 @@ class Loop:
     def evaluate(self) -> None:
         """Means of every term over the held-out batches."""
         totals: dict[str, dict[str, float]] = {}
-        for rows in self.data.eval_batches(self.config.eval.batches, jax.process_index(), jax.process_count()):
+        held_out = self.data.eval_batches(self.config.eval.batches, jax.process_index(), jax.process_count())
+        for rows in self._reading(held_out):
             found = self.stepper.evaluate(self.state.params, self.state.router_bias, self.stepper.batch(rows))
             totals = jax.tree.map(np.add, totals, jax.device_get(found)) if totals else jax.device_get(found)
+            self.watch.progress(f"a batch of the evaluation after step {self.step}")
         enabled = [name for name, coefficient in self.stepper.network.coefficients().items() if coefficient]
         self.log.eval(self.step, {n: float(totals["sums"][n] / max(totals["counts"][n], 1)) for n in enabled})
         self._clock = time.perf_counter()
-
-    # ------------------------------------------------------------------------------- checkpoints
-
-    def save(self) -> None:
-        """Saves the state, whose loss is known to be finite, in the background."""
-        self.saved.save(self.state, self.step, self.config, self.data.fingerprint)
-        self.last_saved = self.step
-        self.log.note(f"checkpoint {self.step} saved")
-        self.log.flush()
 
     # ------------------------------------------------------------------------------ step 0
 
@@ -159,6 +194,7 @@ class Loop:
                 continue
             self.state, computed = self.program(self.state, batch, self.stepper.probe(term))
             value, norm = jax.device_get((computed["terms"][term], computed["grad_norm"]))
+            self.watch.progress(f"the check of the loss term {term}")
             if value == 0 or norm == 0:
                 wrong = "is zero" if value == 0 else "has no gradient"
                 raise TermError(

@@ -93,7 +93,7 @@ class Log:
         self.note(f"tokens/s    all {self._rates.tokens:,} tokens of a batch count, padding included")
         known = f"{peak / 1e12:,.0f} TFLOP/s of {device_kind}" if peak else f"unknown for {device_kind}"
         self.note(f"MFU         {flops.FORMULA}: {token_flops / 1e9:,.4g} GFLOP a token; peak {known}")
-        self._records = self._closing.enter_context(Records(self.config.run_dir, done))
+        self._records = self._closing.enter_context(Records(self.config.run_dir, done, self.alarm))
         if self._terminal:
             size = shutil.get_terminal_size()  # also where the terminal says that it has none
             shape = {"ncols": size.columns, "nrows": size.lines, "bar_format": "{n_fmt}/{total_fmt} {bar} {desc}"}
@@ -148,6 +148,10 @@ class Log:
             self._bar.write(text, file=sys.stdout)
         elif self.primary:
             print(f"\x1b[K{text}" if self._terminal else text, flush=True)
+
+    def alarm(self, text: str) -> None:
+        """Tells standard error, from any process, of what people should look at though the run goes on."""
+        print(f"ALARM: {text}", file=sys.stderr, flush=True)
 
     def flush(self) -> None:
         """Makes the files of a `run_dir` in an object store complete. Call it at checkpoints."""

@@ -4,22 +4,28 @@
     RUN/eval.jsonl      one object an evaluation
     RUN/tensorboard     the same as scalars
 
-Every line is complete on disk before the next step begins, and a resumed run continues the files, so that they hold
-each step once. Object stores cannot append: for a `run_dir` such as gs://…, the files grow in a local folder and are
-copied up by `flush`, which belongs to a checkpoint; a killed run resumes from there anyway.
+Every line is complete on disk before the next step begins, while the storage takes it, and a resumed run continues the
+files, so that they hold each step once. Object stores cannot append: for a `run_dir` such as gs://…, the files grow in
+a local folder and are copied up by `flush`, which belongs to a checkpoint; a killed run resumes from there anyway.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
 import pathlib
 import tempfile
-from collections.abc import Iterator, Mapping
-from typing import Any, TextIO
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 from etils import epath
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.summary import scalar
 
 STEPS, EVALS = "metrics.jsonl", "eval.jsonl"
 
@@ -38,58 +44,107 @@ def read(run_dir: str | os.PathLike, name: str) -> Iterator[dict[str, Any]]:
 
 
 class Records:
-    """The open files of a run, a context manager.
+    """The open files of a run, a context manager. A storage that fails is told of, and does not stop a run.
 
     Args:
       run_dir: a folder, created where it is missing, or the address of one.
       done: what the files hold of steps beyond this one is dropped.
+      alarm: is told, once, that the files cannot be written.
+
+    Raises:
+      OSError: the files cannot be opened.
     """
 
-    def __init__(self, run_dir: str, done: int):
-        self._run, self._remote = epath.Path(run_dir), "://" in run_dir
+    def __init__(self, run_dir: str, done: int, alarm: Callable[[str], None]):
+        self._run, self._remote, self._alarm = epath.Path(run_dir), "://" in run_dir, alarm
         self._closing = contextlib.ExitStack()
         scratch = self._closing.enter_context(tempfile.TemporaryDirectory()) if self._remote else None
         self._local = pathlib.Path(scratch or run_dir)
         self._local.mkdir(parents=True, exist_ok=True)
         self._open = {name: self._closing.enter_context(self._resume(name, done)) for name in (STEPS, EVALS)}
-        self._board = SummaryWriter(str(self._local / "tensorboard"), purge_step=done + 1)
+        self._owed = dict.fromkeys(self._open, b"")  # lines that could not be written yet
+        self._failing = False
+        (self._local / "tensorboard").mkdir(exist_ok=True)
+        self._next = done + 1
+        self._board: EventsWriter | None = self._open_board()
 
-    def _resume(self, name: str, done: int) -> TextIO:
+    def _resume(self, name: str, done: int) -> io.FileIO:
         """Opens a file to append to, after what it holds of the steps up to `done`."""
         path = self._local / name
         draft = path.with_suffix(".tmp")  # whoever is killed here leaves the old file
         with draft.open("w") as file:
             file.writelines(_line(row) for row in read(self._run, name) if row["step"] <= done)
         draft.replace(path)
-        return path.open("a")
+        return path.open("ab", buffering=0)  # what was not written is known to the byte
+
+    def _open_board(self) -> EventsWriter:
+        """Opens a new file of TensorBoard's; what others hold of the next step and later ones is dropped."""
+        board = EventsWriter(str(self._local / "tensorboard" / "events"), f".{uuid.uuid4().hex}")
+        start = SessionLog(status=SessionLog.START)
+        board.write_event(Event(wall_time=time.time(), step=self._next, session_log=start))
+        board.flush()
+        return board
 
     def append(self, name: str, row: dict[str, Any]) -> None:
-        """Adds a line to RUN/`name`."""
-        self._open[name].write(_line(row))
-        self._open[name].flush()
+        """Adds a line to RUN/`name`; later, if the storage does not take it now."""
+        self._owed[name] += _line(row).encode()
+        with self._telling():
+            self._pay(name)
+
+    def _pay(self, name: str) -> None:
+        while self._owed[name]:
+            written = self._open[name].write(self._owed[name])
+            self._owed[name] = self._owed[name][written:]
 
     def scalars(self, step: int, values: Mapping[str, float | None]) -> None:
         """Hands TensorBoard those of the values (tag -> value) that are finite."""
-        for tag, value in values.items():
-            if value is not None and math.isfinite(value):
-                self._board.add_scalar(tag, value, step)
+        self._next = step + 1
+        if self._board is None:
+            return
+        finite = [scalar(tag, value).value[0] for tag, value in values.items() if _is_finite(value)]
+        event = Event(wall_time=time.time(), step=step, summary=Summary(value=finite))
+        with self._telling():
+            board, self._board = self._board, None
+            board.write_event(event)
+            board.flush()
+            self._board = board  # else its file may end within an event, and nobody reads on after that
 
     def flush(self) -> None:
-        """Writes what TensorBoard buffers, and copies the files up to an object store."""
-        self._board.flush()
-        for path in self._local.rglob("*") if self._remote else ():
-            if path.is_file():
-                target = self._run / path.relative_to(self._local).as_posix()
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(path.read_bytes())
+        """Writes what is owed, and copies the files up to an object store."""
+        with self._telling():
+            for name in self._open:
+                self._pay(name)
+            if self._board is None:
+                self._board = self._open_board()
+            for path in self._local.rglob("*") if self._remote else ():
+                if path.is_file():
+                    target = self._run / path.relative_to(self._local).as_posix()
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(path.read_bytes())
+            self._failing = False
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """Tells of the first failure inside such a block since the last `flush` that had none."""
+        try:
+            yield
+        except Exception as error:  # a bucket's library raises what it likes
+            if not self._failing:
+                self._alarm(f"metrics cannot be written to {self._run} and are kept in memory until they can: {error}")
+            self._failing = True
 
     def __enter__(self) -> "Records":
         return self
 
     def __exit__(self, *error: object) -> None:
         with self._closing:  # the local folder goes last
-            self._board.close()
             self.flush()
+            if self._board is not None:
+                self._board.close()
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
 
 
 def _line(row: dict[str, Any]) -> str:

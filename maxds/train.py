@@ -2,16 +2,35 @@
 
 exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIGINT; saved, resumes when run again
           1   a defect of maxds or the machine     4   loss or gradient stopped being finite
-          2   a mistake in the config, data, mesh, checkpoints or --aot file, in one message
+          2   a mistake in the config, data,       5   data ended or could not be read, after training had begun
+              mesh, checkpoints or --aot file      6   no progress for `hang_seconds`; RUN/hangs tells where it stood
+                                                   7   checkpoints, or the run's folder, could not be written
 """
 
+import contextlib
+import os
 import sys
+import traceback
+from collections.abc import Iterator
 
 import jax
 from absl import flags
 from etils import epath
 
-from maxds import checkpoint, command, describe, generate, loader, loop, metrics, report, trained
+from maxds import (
+    checkpoint,
+    command,
+    describe,
+    generate,
+    loader,
+    loop,
+    metrics,
+    records,
+    report,
+    saves,
+    trained,
+    watchdog,
+)
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -34,6 +53,7 @@ MISTAKES = (
     tpu.KernelError,
     executable.ExecutableError,
 )
+EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}
 USAGE = (
     "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE] [--print_config | --describe [--devices=N]]"
 )
@@ -45,19 +65,32 @@ def main(args: list[str]) -> int:
         print(USAGE, file=sys.stderr)
         return 2
     try:
-        config, tree = loader.load(Config, args[1], args[2:])
-        if _PRINT_CONFIG.value:
-            print(loader.render(config, tree), end="")
-        elif _DESCRIBE.value:
-            print(describe.describe(config, _DEVICES.value))
-        else:
-            return run(config, loader.render(config, tree), _AOT.value)
-    except MISTAKES as error:
+        return execute(args)
+    except tuple(EXIT_CODES) as error:
         print(error, file=sys.stderr)
-        return 2
-    except loop.NonFiniteError as error:
-        print(error, file=sys.stderr)
-        return 4
+        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    if jax.distributed.is_initialized():  # JAX would wait for the other processes, which may wait for this one
+        sys.stdout.flush()
+        os._exit(code)
+    return code
+
+
+def execute(args: list[str]) -> int:
+    """What the arguments ask for; returns the exit code.
+
+    Raises:
+      One of EXIT_CODES: it cannot be done.
+    """
+    config, tree = loader.load(Config, args[1], args[2:])
+    if _PRINT_CONFIG.value:
+        print(loader.render(config, tree), end="")
+    elif _DESCRIBE.value:
+        print(describe.describe(config, _DEVICES.value))
+    else:
+        return run(config, loader.render(config, tree), _AOT.value)
     return 0
 
 
@@ -68,20 +101,33 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
         cache = mesh_lib.use_compile_cache(config.compile_cache_dir, log.note)
         stepper, data = make_stepper(config, log), open_data(config, cache, log)
         program = load_executable(aot, stepper, log) if aot else None
-        with checkpoint.open_run(config, log.note) as saved, loop.Stop().listening() as stop:
+        process = f"process {jax.process_index()} of {jax.process_count()}"
+        with (
+            watchdog.Watchdog(config.hang_seconds, config.run_dir, process) as watch,
+            checkpoint.open_run(config, log.note) as saved,
+            loop.Stop().listening() as stop,
+        ):
+            watch.progress("reading the data")
             with log.phase("state") as phase:
-                state, phase.detail = restore_or_init(saved, stepper, data, log)
+                state, phase.detail, logged = restore_or_init(saved, stepper, data, log, watch)
             mesh_lib.keep_freed_memory(config.mesh)
             done = int(state.step)
             if done >= config.steps:
                 log.note(f"nothing to do: {config.run_dir} has {done} of steps={config.steps}; raise steps to go on")
                 return 0
-            leave_config(config, text)
+            with writing(config):
+                leave_config(config, text)
             if program is None:
-                with log.phase("compile") as phase:
+                with log.phase("compile") as phase, watch.paused():
                     program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
-            log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
-            training = loop.Loop(config, stepper, data, saved, log, state, done, program, last_saved=done or None)
+            with writing(config):
+                log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
+
+            def save(state: step_lib.TrainState, step: int) -> None:
+                saved.save(state, step, config, data.fingerprint)
+
+            saving = saves.Saves(saved, log, save, last=done or None)
+            training = loop.Loop(config, stepper, data, saving, log, watch, state, done, program, logged)
             finished = training.run(stop)
         if not finished:
             log.note(f"stopped by {stop.name} after step {training.step}; run the same command to go on")
@@ -131,24 +177,39 @@ def open_data(config: Config, cache: str | None, log: metrics.Log) -> data_lib.D
         return data
 
 
-def restore_or_init(saved, stepper, data, log) -> tuple[step_lib.TrainState, str]:
-    """The state to start from, and where it came from.
+def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainState, str, dict | None]:
+    """The state to start from, where it came from, and what its next step gave if it was taken before.
 
     Raises:
       CheckpointError: there is a checkpoint, and it does not belong to this config or data.
     """
+    config, changes = stepper.config, []
 
     def check(about: checkpoint.Saved) -> None:
-        changes = checkpoint.check_resumable(about, stepper.config, stepper.abstract_state, data.fingerprint)
+        changes[:] = checkpoint.check_resumable(about, config, stepper.abstract_state, data.fingerprint)
         for line in changes:
             log.note(f"changed since checkpoint {about.step}: {line}")
 
+    rows = list(records.read(config.run_dir, records.STEPS))  # before the first process drops those to be repeated
     state = saved.restore(stepper.abstract_state, check)
     if state is None:
-        return stepper.init(), f"initialized from seed {stepper.config.seed}"
+        with watch.paused():
+            return stepper.init(), f"initialized from seed {config.seed}", None
+    done = int(state.step)
     if state.opt_state is None:
-        return stepper.with_fresh_optimizer(state), f"weights of checkpoint {int(state.step)}, optimizer fresh"
-    return state, f"restored from checkpoint {int(state.step)}"
+        return stepper.with_fresh_optimizer(state), f"weights of checkpoint {done}, optimizer fresh", None
+    same_loss = not any(line.startswith(("loss.", "model.", "precision.")) for line in changes)
+    logged = next((row for row in rows if same_loss and row["step"] == done + 1), None)
+    return state, f"restored from checkpoint {done}", logged
+
+
+@contextlib.contextmanager
+def writing(config: Config) -> Iterator[None]:
+    """Turns what a storage refuses at the start into a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise checkpoint.StorageError(f"run_dir={config.run_dir} cannot be written: {error}") from error
 
 
 def leave_config(config: Config, text: str) -> None:
@@ -165,12 +226,17 @@ def leave_config(config: Config, text: str) -> None:
 def finish(config: Config, training: loop.Loop, log: metrics.Log) -> None:
     """What a finished run leaves behind besides its checkpoints: a picture, and a sample if config asks for one."""
     log.flush()
+    text = None
     if config.sample is not None:
         text = generate.sample_text(training.stepper, training.state, training.data.tokenizer, config.sample)
-        if jax.process_index() == 0:
+    if jax.process_index() != 0:
+        return
+    try:
+        if text is not None:
             (epath.Path(config.run_dir).expanduser() / "sample.txt").write_text(text)
-    if jax.process_index() == 0:
         log.note(f"picture     {report.write(config.run_dir)}")
+    except OSError as error:
+        log.alarm(f"the run is trained and saved, but its picture or sample could not be written: {error}")
 
 
 if __name__ == "__main__":

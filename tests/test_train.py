@@ -140,7 +140,19 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(straight, tmp_path, caps
     assert run(folder) == 0
     out = capsys.readouterr().out
     assert "checkpoint 12 is damaged and is skipped" in out and "restored from checkpoint 6" in out
+    assert "step 7 repeated: its loss is what it was, to the bit" in out
     assert losses(folder) == losses(straight)
+
+
+def test_a_resumed_run_whose_first_step_has_another_loss_than_before_is_refused(straight, tmp_path):
+    folder = copy(straight, tmp_path)
+    shutil.rmtree(folder / "checkpoints" / "12")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows[6]["loss"] *= 1.01
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(checkpoint.CheckpointError, match=r"step 7 had the loss 5\.\d+ before .* has 5\.\d+ now"):
+        run(folder)
+    assert {path.name for path in (folder / "checkpoints").iterdir()} == {"6"}
 
 
 def test_when_no_checkpoint_can_be_read_the_run_does_not_start_afresh(straight, tmp_path):

@@ -1,0 +1,53 @@
+"""Kills a run with SIGKILL at random moments, again and again, and tells what was lost: nothing should be.
+
+python scripts/bench/kills.py [--kills=50] [--processes=1] [--seed=0]
+
+The run saves every other step. Some moments are counted from the start of the process, some from its first steps, some
+from a message that a checkpoint is saved. Every ten kills it is let through to its end, its losses and the checksums of
+its last state are compared with those of a run that nothing disturbed, and another begins.
+"""
+
+import argparse
+import collections
+import pathlib
+import random
+import sys
+import tempfile
+
+ROOT = pathlib.Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+import kills  # noqa: E402
+import running  # noqa: E402
+
+
+def main() -> int:
+    """Returns 1 if anything was lost."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    asked = parser.parse_args()
+    draw, told = random.Random(asked.seed), collections.Counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = pathlib.Path(scratch)
+        cache = folder / "cache"
+        straight = folder / "straight"
+        (undisturbed,) = kills.lives(straight, cache, draw, 0, asked.processes)
+        assert set(undisturbed.codes) == {0}, undisturbed.err
+        for number, done in enumerate(range(0, asked.kills, 10)):
+            run = folder / str(number)
+            found = kills.lives(run, cache, draw, min(10, asked.kills - done), asked.processes)
+            told["kills"] += len(found) - 1
+            told["before the state was there"] += sum(life.restored is None for life in found)
+            told["half-written checkpoints left"] += sum(life.out.count("half-written") for life in found)
+            told["reported as saved and lost"] += len(kills.lost(found))
+            told["runs through"] += set(found[-1].codes) == {0}
+            told["losses differ"] += running.losses(run) != running.losses(straight)
+            told["last states differ"] += running.checksums(run) != running.checksums(straight)
+            print(dict(told), flush=True)
+    return int(bool(told["reported as saved and lost"] or told["losses differ"] or told["last states differ"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,154 @@
+"""Checkpoints whose files were changed after they were saved: found out, and the one before is used."""
+
+import dataclasses
+import gc
+import pathlib
+import re
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxds import checkpoint, checksum
+
+# Orbax does not wait for the other reads when one fails; they end after their event loop has.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
+@pytest.fixture(autouse=True)
+def collected():
+    """What Orbax left is collected here, not in a test of another file."""
+    yield
+    gc.collect()
+
+
+def state_of(seed: int) -> dict[str, jax.Array]:
+    """Split, replicated and scalar arrays, of several dtypes."""
+    draw = np.random.default_rng(seed)
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
+    arrays = {
+        "split": (draw.standard_normal((16, 24, 3), np.float32), P("fsdp", "data")),
+        "whole": (draw.standard_normal((5, 7), np.float32), P()),
+        "half": (draw.standard_normal((8, 32)).astype(jnp.bfloat16), P(None, "fsdp")),
+        "step": (np.int32(seed), P()),
+    }
+    return {name: jax.device_put(a, NamedSharding(mesh, spec)) for name, (a, spec) in arrays.items()}
+
+
+def at(folder: pathlib.Path):
+    return dataclasses.replace(tiny.config(), run_dir=str(folder))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The folder of a run with checkpoints 6 and 12."""
+    folder = tmp_path_factory.mktemp("run")
+    with checkpoint.open_run(at(folder), print) as saved:
+        for step in (6, 12):
+            saved.save(state_of(step), step, at(folder), "data")
+            saved.orbax.wait()
+    return folder
+
+
+ABSTRACT = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state_of(0))
+
+
+def found(saved: checkpoint.Checkpoints) -> dict[str, jax.Array]:
+    state = saved.restore(ABSTRACT, lambda about: None)
+    assert state is not None
+    return state
+
+
+def restored(folder, warn=print):
+    with checkpoint.open_run(at(folder), warn, read_only=True) as saved:
+        return found(saved)
+
+
+def equal(a, b) -> bool:
+    return all(np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes() for name in b)
+
+
+def damages(file: pathlib.Path, draw: np.random.Generator):
+    """Name -> bytes that might be left of a file; None: it is gone."""
+    good = file.read_bytes()
+    yield "empty", b""
+    yield "gone", None
+    if good:
+        yield "half", good[: len(good) // 2]
+        yield "short by one", good[:-1]
+        for place in draw.integers(0, len(good), 3):
+            yield (
+                f"bit of byte {place}",
+                good[:place] + bytes([good[place] ^ 1 << draw.integers(8)]) + good[place + 1 :],
+            )
+        start = int(draw.integers(0, len(good)))
+        noise = draw.bytes(min(64, len(good) - start))
+        yield f"noise from {start}", good[:start] + noise + good[start + len(noise) :]
+
+
+def test_whatever_happens_to_a_file_the_checkpoint_is_right_or_the_one_before_is_used(run, tmp_path):
+    states, draw, found_out = {step: state_of(step) for step in (6, 12)}, np.random.default_rng(0), 0
+    shutil.copytree(run, tmp_path / "run")
+    latest = tmp_path / "run" / "checkpoints" / "12"
+    for file in sorted(path for path in latest.rglob("*") if path.is_file()):
+        for what, left in damages(file, draw):
+            good, said = file.read_bytes(), []
+            if left is None:
+                file.unlink()
+            else:
+                file.write_bytes(left)
+            state = restored(tmp_path / "run", said.append)
+            assert equal(state, states[int(state["step"])]), (file, what)
+            damaged = int(state["step"]) == 6
+            assert any("checkpoint 12 is damaged and is skipped" in line for line in said) == damaged, (file, what)
+            found_out += damaged
+            file.write_bytes(good)
+    assert found_out > 30
+
+
+def test_a_whole_file_of_another_checkpoint_is_found_out(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.rmtree(folder / "12" / "state")
+    shutil.copytree(folder / "6" / "state", folder / "12" / "state")
+    said = []
+    assert int(restored(tmp_path / "run", said.append)["step"]) == 6
+    assert re.search(r"checkpoint 12 is damaged .*4 arrays have another checksum than when they were saved", said[0])
+
+
+def test_a_damaged_checkpoint_neither_counts_among_those_to_keep_nor_is_deleted(run, tmp_path):
+    shutil.copytree(run, tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "12" / "state" / "manifest.ocdbt").write_bytes(b"")
+    config = at(tmp_path / "run")
+    config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep_last=1))
+    with checkpoint.open_run(config, print) as saved:
+        assert int(found(saved)["step"]) == 6
+        for step in (8, 10):
+            saved.save(state_of(step), step, config, "data")
+            saved.orbax.wait()
+    assert {path.name for path in folder.iterdir()} == {"10", "12"}
+    assert int(restored(tmp_path / "run")["step"]) == 10
+
+
+def test_a_checksum_is_that_of_the_array_however_it_is_split():
+    whole = {name: jax.device_put(np.asarray(a)) for name, a in state_of(3).items()}
+    assert checksum.of_arrays(whole) == checksum.of_arrays(state_of(3))
+
+
+def test_a_checksum_tells_of_any_bit_and_of_values_that_changed_places():
+    values = np.zeros(64, np.float32)
+    found = {checksum.of_arrays({"a": jnp.asarray(values)})["a"]}
+    for place in range(64):
+        for bit in (0, 7, 23, 30, 31):
+            changed = values.view(np.uint32).copy()
+            changed[place] ^= np.uint32(1 << bit)
+            found.add(checksum.of_arrays({"a": jnp.asarray(changed.view(np.float32))})["a"])
+    for place in range(1, 64):
+        found.add(checksum.of_arrays({"a": jnp.asarray(np.roll(np.arange(64, dtype=np.float32), place))})["a"])
+    assert len(found) == 1 + 64 * 5 + 63
