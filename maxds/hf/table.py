@@ -100,6 +100,8 @@ def _group(part: str) -> list[str]:
 
 def _copy(to: np.ndarray, of: np.ndarray) -> None:
     """Copies between views whose memory may be laid out in different orders; NumPy alone takes ten times as long."""
+    if to.dtype == of.dtype:  # as integers, since NumPy is slower with dtypes that are not its own
+        to, of = (x.view(f"u{x.itemsize}") for x in (to, of))
     if to.ndim > 2:
         for one, other in zip(to, of, strict=True):
             _copy(one, other)
