@@ -67,13 +67,13 @@ def main(args: list[str]) -> int:
     try:
         return execute(args)
     except tuple(EXIT_CODES) as error:
-        print(error, file=sys.stderr)
-        code = next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
+        text, code = str(error), next(code for kind, code in EXIT_CODES.items() if isinstance(error, kind))
     except Exception:
-        traceback.print_exc()
-        code = 1
-    if jax.distributed.is_initialized():  # JAX would wait for the other processes, which may wait for this one
+        text, code = traceback.format_exc(), 1
+    with contextlib.suppress(OSError):  # nobody may be reading any more
+        print(text, file=sys.stderr, flush=True)
         sys.stdout.flush()
+    if jax.distributed.is_initialized():  # JAX would wait for the other processes, which may wait for this one
         os._exit(code)
     return code
 

@@ -156,22 +156,3 @@ def test_a_run_killed_at_random_moments_loses_nothing_that_it_reported_as_saved(
     assert not kills.lost(found)
     assert losses(tmp_path) == losses(straight_run)
     assert checksums(tmp_path) == checksums(straight_run)  # of the last state
-
-
-def test_a_run_goes_on_with_4_then_2_then_3_processes_as_one_alone_would(tmp_path, process_cache):
-    common = ("steps=24", "checkpoint.every_steps=null", "data.global_batch=12", "schedule.kind=plain")
-    alone = start(tmp_path / "alone", process_cache, *common, "mesh={data: 1, fsdp: 1, expert: 1}", devices=1)
-    code, _, err = finish(alone)
-    assert code == 0, err
-    run = tmp_path / "run"
-    for count, data, fsdp, until in ((4, 2, 2, 6), (2, 1, 2, 12), (3, 3, 1, None)):
-        mesh = f"mesh={{data: {data}, fsdp: {fsdp}, expert: 1}}"
-        group = start_several(count, run, process_cache, *common, mesh, devices=1)
-        if until:
-            wait_for_steps(group[0], run, until)
-            group[-1].send_signal(signal.SIGTERM)
-        ended = [finish(process) for process in group]
-        assert [code for code, _, _ in ended] == [3 if until else 0] * count, ended
-    assert [row["step"] for row in rows(run)] == list(range(1, 25))
-    assert [row["tokens"] for row in rows(run)] == [row["tokens"] for row in rows(tmp_path / "alone")]
-    assert losses(run) == pytest.approx(losses(tmp_path / "alone"), rel=1e-5)
