@@ -1,4 +1,4 @@
-"""Trains with 4 processes, then 2, then 3, stopping each by SIGTERM to one of them, and compares with one process alone.
+"""Trains with 4 processes, then 2, then 3, stopped by SIGTERM to one of them, and compares with one process alone.
 
 python scripts/bench/elastic.py: prints whether each step was taken once and on as many tokens, and the largest relative
 difference of a loss; exits with 1 where that exceeds 1e-5.
