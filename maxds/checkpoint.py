@@ -166,7 +166,7 @@ def check_resumable(saved: Saved, config: Config, state: TrainState, fingerprint
     differing = [path for path in saved.shapes | now if saved.shapes.get(path) != now.get(path)]
     if differing:
         first = differing[0]
-        named = [line for line in changes if line.startswith(("model.", "optimizer.kind"))]
+        named = [line for line in changes if line.startswith(("model.", "optimizer.kind", "optimizer.train"))]
         raise CheckpointError(
             f"checkpoint {saved.step} does not fit this config: {len(differing)} arrays differ, such as {first} "
             f"({saved.shapes.get(first, 'absent')} -> {now.get(first, 'absent')}); changed: "

@@ -11,7 +11,7 @@ import jax
 from absl import flags
 from etils import epath
 
-from maxds import checkpoint, command, describe, generate, loader, loop, metrics, report, trained
+from maxds import checkpoint, command, describe, generate, loader, loop, metrics, optimizer, report, trained
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -28,6 +28,7 @@ MISTAKES = (
     loader.ConfigError,
     data_lib.DataError,
     mesh_lib.MeshError,
+    optimizer.PatternError,
     checkpoint.CheckpointError,
     loop.TermError,
     trained.UseError,
