@@ -295,9 +295,10 @@ def _imbalance(counts: jax.Array) -> jax.Array:
 
 
 def check(network: deepseek.Network, sizes: dict[str, int]) -> None:
-    """Raises MeshError unless model and batch fit a mesh of these sizes."""
+    """Raises MeshError unless model and batch fit a mesh of these sizes; PatternError as `optimizer.check`."""
     params.check(network.declared, sizes)
     config = network.config
+    optimizer.check(config.optimizer, deepseek.paths(config.model))
     mesh_lib.check_rows(
         math.prod(sizes.values()),
         config.data.global_batch,
@@ -315,6 +316,5 @@ def make(config: Config, mesh: Mesh) -> Stepper:
     """
     network = deepseek.Network(config)
     check(network, dict(mesh.shape))
-    optimizer.check(config.optimizer, deepseek.paths(config.model))
     transform = optimizer.make(config.optimizer, config.steps, network.declared)
     return Stepper(config, mesh, network, transform)
