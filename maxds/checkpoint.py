@@ -170,7 +170,8 @@ def check_resumable(saved: Saved, config: Config, state: TrainState, fingerprint
         raise CheckpointError(
             f"checkpoint {saved.step} does not fit this config: {len(differing)} arrays differ, such as {first} "
             f"({saved.shapes.get(first, 'absent')} -> {now.get(first, 'absent')}); changed: "
-            f"{'; '.join(named) or 'none'}. Undo the change, or choose another run_dir"
+            f"{'; '.join(named) or 'none'}. Undo the change, or choose another run_dir, where "
+            f"start_from={config.run_dir} begins with these weights"
         )
     if saved.fingerprint != fingerprint:
         named = [line for line in changes if line.startswith(("data.", "seed"))]

@@ -408,6 +408,9 @@ class Config:
     precision: Precision
     eval: Eval
     checkpoint: Checkpoint
+    # The folder of a run whose weights and router biases a new run begins with, at step 0 of its own; weights that it
+    # has not are drawn, such as those of an indexer. A run that has checkpoints goes on with them instead.
+    start_from: str | None = None
     profile: Profile | None = None
     sample: Sample | None = None
     log_every_steps: int = 1

@@ -136,7 +136,8 @@ def restore_or_init(saved, stepper, data, log) -> tuple[step_lib.TrainState, str
     """The state to start from, and where it came from.
 
     Raises:
-      CheckpointError: there is a checkpoint, and it does not belong to this config or data.
+      CheckpointError: there is a checkpoint, and it does not belong to this config or data; or `start_from` has none.
+      UseError: what `start_from` names is not a run, or of another shape.
     """
 
     def check(about: checkpoint.Saved) -> None:
@@ -146,7 +147,10 @@ def restore_or_init(saved, stepper, data, log) -> tuple[step_lib.TrainState, str
 
     state = saved.restore(stepper.abstract_state, check)
     if state is None:
-        return stepper.init(), f"initialized from seed {stepper.config.seed}"
+        state, other = stepper.init(), stepper.config.start_from
+        if other is None:
+            return state, f"initialized from seed {stepper.config.seed}"
+        return trained.start(other, stepper, state, log.note), f"weights of {other}"
     return state, f"restored from checkpoint {int(state.step)}"
 
 
