@@ -313,11 +313,12 @@ def check_shapes(saved: Saved, config: Config, state: TrainState) -> None:
     if differing:
         first = differing[0]
         changes = loader.diff(saved.config, loader.plain(config))
-        named = [line for line in changes if line.startswith(("model.", "optimizer.kind"))]
+        named = [line for line in changes if line.startswith(("model.", "optimizer.kind", "optimizer.train"))]
         raise CheckpointError(
             f"checkpoint {saved.step} does not fit this config: {len(differing)} arrays differ, such as {first} "
             f"({held.get(first, 'absent')} -> {now.get(first, 'absent')}); changed: "
-            f"{'; '.join(named) or 'none'}. Undo the change, or choose another run_dir"
+            f"{'; '.join(named) or 'none'}. Undo the change, or choose another run_dir, where "
+            f"start_from={config.run_dir} begins with these weights"
         )
 
 

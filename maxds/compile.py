@@ -17,7 +17,7 @@ import jax
 from absl import flags
 from etils import epath
 
-from maxds import command, flops, loader
+from maxds import command, flops, loader, optimizer
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
 from maxds.aot import executable, fit, hlo, picture, remedies, report, timeline, topology
@@ -33,7 +33,14 @@ _FIX = flags.DEFINE_bool("fix", False, "Where it does not fit, compile the chang
 _AOT = flags.DEFINE_string("aot", None, "Write the compiled step to this file (or gs://…), for maxds.train --aot.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this PNG.")
 
-MISTAKES = (loader.ConfigError, mesh_lib.MeshError, topology.TopologyError, tpu.KernelError, executable.ExecutableError)
+MISTAKES = (
+    loader.ConfigError,
+    mesh_lib.MeshError,
+    optimizer.PatternError,
+    topology.TopologyError,
+    tpu.KernelError,
+    executable.ExecutableError,
+)
 USAGE = (
     "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--fix] [--aot=FILE] "
     "[--json=FILE] [--plot=FILE.png] [key=value ...]"

@@ -66,6 +66,10 @@ class Model:
     norm_topk_prob: bool
     routed_scaling_factor: float
     num_nextn_predict_layers: int = 0  # MTP modules
+    # V3.2's lightning indexer: each query attends to the index_topk keys that it scores highest. null: no indexer
+    index_topk: int | None = None
+    index_n_heads: int = 64
+    index_head_dim: int = 128
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -77,7 +81,7 @@ class Model:
         counts = (
             "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers num_attention_heads "
             "kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts num_experts_per_tok "
-            "n_group topk_group max_position_embeddings"
+            "n_group topk_group index_n_heads index_head_dim max_position_embeddings"
         ).split()
         _require(*((getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive") for k in counts))
         experts, groups, k = self.n_routed_experts, self.n_group, self.num_experts_per_tok
@@ -95,6 +99,20 @@ class Model:
                 0 <= self.first_k_dense_replace < self.num_hidden_layers,
                 f"first_k_dense_replace={self.first_k_dense_replace} must leave at least one of "
                 f"num_hidden_layers={self.num_hidden_layers} to the experts",
+            ),
+            (
+                self.index_topk is None or self.index_topk > 0,
+                f"index_topk={self.index_topk} must be positive, or null for no indexer",
+            ),
+            (
+                self.index_topk is None or self.q_lora_rank is not None,
+                f"index_topk={self.index_topk} needs the latent of queries, which q_lora_rank=null leaves out; set "
+                f"both, or neither",
+            ),
+            (
+                self.index_topk is None or self.index_head_dim >= self.qk_rope_head_dim,
+                f"index_head_dim={self.index_head_dim} has no room for the rotated qk_rope_head_dim="
+                f"{self.qk_rope_head_dim}",
             ),
             (self.qk_rope_head_dim % 2 == 0, f"qk_rope_head_dim={self.qk_rope_head_dim} must be even"),
             (experts % groups == 0, f"n_routed_experts={experts} is not divisible by n_group={groups}"),
@@ -209,6 +227,7 @@ class Loss:
     z_loss: float = 0.0  # weight of mean(logsumexp(logits)^2)
     mtp: float = 0.0  # weight of the mean MTP loss (V3: 0.3, then 0.1)
     balance: float = 0.0  # sequence-wise balance loss, V3 eq. 17-20 (alpha; V3: 1e-4)
+    indexer: float = 0.0  # how far indexers are from attention, V3.2 section 2.1.1: KL of a token, summed over layers
     router_bias_rate: float = 0.0  # aux-loss-free balancing (gamma; V3: 1e-3)
 
     def __post_init__(self):
@@ -216,7 +235,7 @@ class Loss:
             (self.chunk_tokens > 0, f"chunk_tokens={self.chunk_tokens} must be positive"),
             *(
                 (getattr(self, k) >= 0, f"{k}={getattr(self, k)} must not be negative")
-                for k in ("z_loss", "mtp", "balance", "router_bias_rate")
+                for k in ("z_loss", "mtp", "balance", "indexer", "router_bias_rate")
             ),
         )
 
@@ -238,6 +257,9 @@ class Optimizer:
     skip_spike: float | None = None  # skip a step whose gradient norm exceeds this multiple of its running mean
     state_dtype: Dtype = "float32"
     accumulate_steps: int = 1  # the global batch is processed in this many parts
+    # Which weights and router biases change: patterns of their paths, as --describe names them, where `*` matches dots
+    # too. What is frozen has no decay, no optimizer state and no part in the gradient norm.
+    train: tuple[str, ...] = ("*",)
 
     def __post_init__(self):
         _require(
@@ -255,6 +277,7 @@ class Optimizer:
                 f"skip_spike={self.skip_spike} must exceed 1, or be null",
             ),
             (self.accumulate_steps > 0, f"accumulate_steps={self.accumulate_steps} must be positive"),
+            (bool(self.train), f"train={list(self.train)} leaves nothing to train; name some, such as ['*indexer*']"),
         )
 
 
@@ -385,6 +408,9 @@ class Config:
     precision: Precision
     eval: Eval
     checkpoint: Checkpoint
+    # The folder of a run whose weights and router biases a new run begins with, at step 0 of its own; weights that it
+    # has not are drawn, such as those of an indexer. A run that has checkpoints goes on with them instead.
+    start_from: str | None = None
     profile: Profile | None = None
     sample: Sample | None = None
     log_every_steps: int = 1
@@ -424,6 +450,10 @@ class Config:
                 (loss.mtp > 0) == (model.num_nextn_predict_layers > 0),
                 f"loss.mtp={loss.mtp} with model.num_nextn_predict_layers={model.num_nextn_predict_layers}: "
                 f"set both, or neither",
+            ),
+            (
+                (loss.indexer > 0) == (model.index_topk is not None),
+                f"loss.indexer={loss.indexer} with model.index_topk={model.index_topk}: set both, or neither",
             ),
             (
                 loss.router_bias_rate == 0 or model.has_router_bias,

@@ -73,7 +73,7 @@ def counts(model: Model) -> dict[str, int]:
 def _blocks(model: Model) -> dict[str, dict[str, Param]]:
     """Block -> path in it (empty where the block is one weight) -> weight. Router biases, which are state, included."""
     biases = jax.eval_shape(lambda: deepseek.router_bias(model))
-    stacks = {f"{stack}.router_bias": Param(b.shape, PartitionSpec()) for stack, b in biases.items()}
+    stacks = {deepseek.bias_name(stack): Param(b.shape, PartitionSpec()) for stack, b in biases.items()}
     blocks: dict[str, dict[str, Param]] = {}
     for path, p in (params_lib.flatten(deepseek.declare(model)) | stacks).items():
         block, _, inner = path.partition(".")
@@ -129,6 +129,7 @@ def _bytes(held: dict[str, int]) -> Iterator[Row]:
 def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     """Bytes that a device of a mesh of these axes holds for a whole step, by kind, as far as the declaration says."""
     declared = deepseek.declare(config.model)
+    optimizer.check(config.optimizer, deepseek.paths(config.model))
     precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
     local = params_lib.derive(lambda p: _part(p, axes, precision.params), declared)
     # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.

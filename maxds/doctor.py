@@ -26,7 +26,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import maxds
-from maxds import command, describe, loader
+from maxds import command, describe, loader, optimizer
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -109,7 +109,7 @@ def look(name: str, check: Callable[[], str]) -> Finding:
         return Finding(name, "ok", check())
     except Remark as remark:
         return Finding(name, "note", str(remark))
-    except (DoctorError, mesh_lib.MeshError, data_lib.DataError) as error:
+    except (DoctorError, mesh_lib.MeshError, optimizer.PatternError, data_lib.DataError) as error:
         return Finding(name, "FAULT", str(error))
 
 

@@ -16,7 +16,7 @@ import sys
 
 from absl import flags
 
-from maxds import command, jobset, loader
+from maxds import command, jobset, loader, optimizer
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
 from maxds.aot import topology
@@ -44,7 +44,7 @@ def main(args: list[str]) -> int:
         cluster, _ = loader.load(Cluster, _CLUSTER.value)
         config, tree = loader.load(Config, args[1], args[2:])
         check(config, cluster)
-    except (loader.ConfigError, mesh_lib.MeshError, LaunchError) as error:
+    except (loader.ConfigError, mesh_lib.MeshError, optimizer.PatternError, LaunchError) as error:
         print(error, file=sys.stderr)
         return 2
     for path in unmounted(config, cluster):

@@ -187,15 +187,18 @@ class Loop:
         """Runs the train step once for each enabled term alone, without an update.
 
         Raises:
-          TermError: the term is zero, or no weight has a gradient from it.
+          TermError: a term is zero or moves no weight. Frozen weights may be all that one moves: then, if none does.
         """
+        found = {}
         for term, coefficient in self.stepper.network.coefficients().items():
-            if not coefficient:
-                continue
-            self.state, computed = self.program(self.state, batch, self.stepper.probe(term))
-            value, norm = jax.device_get((computed["terms"][term], computed["grad_norm"]))
-            self.watch.progress(f"the check of the loss term {term}")
-            if value == 0 or norm == 0:
+            if coefficient:
+                self.state, computed = self.program(self.state, batch, self.stepper.probe(term))
+                found[term] = coefficient, *jax.device_get((computed["terms"][term], computed["grad_norm"]))
+                self.watch.progress(f"the check of the loss term {term}")
+        frozen = not all(jax.tree.leaves(self.stepper.is_trained))
+        others_move = frozen and any(norm > 0 for *_, norm in found.values())
+        for term, (coefficient, value, norm) in found.items():
+            if value == 0 or (norm == 0 and not others_move):
                 wrong = "is zero" if value == 0 else "has no gradient"
                 raise TermError(
                     f"the loss term {term} is enabled with weight {coefficient:g} but {wrong} at step 0 "

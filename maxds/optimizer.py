@@ -1,5 +1,6 @@
 """How weights change: the optax chain, the learning rate, and the update of the router bias."""
 
+import fnmatch
 from collections.abc import Callable
 
 import jax
@@ -9,6 +10,10 @@ import optax
 from maxds import params as params_lib
 from maxds.config import Optimizer
 from maxds.params import Param, Tree
+
+
+class PatternError(ValueError):
+    """A pattern of `optimizer.train` matches nothing."""
 
 
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
@@ -40,17 +45,48 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
 
 
 def make(config: Optimizer, steps: int, declared: Tree) -> optax.GradientTransformation:
-    """Clipping, AdamW or Muon, decoupled weight decay where the declaration allows it, learning rate."""
+    """Clipping, AdamW or Muon, decoupled weight decay where the declaration allows it, learning rate.
+
+    Of the weights that `train` matches; the others are left as they are, and hold no state.
+    """
     if config.kind == "muon":
         direction = _muon(config, declared)
     else:
         direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
-    return optax.chain(
+    transform = optax.chain(
         optax.clip_by_global_norm(config.clip) if config.clip else optax.identity(),
         stored_as(jnp.dtype(config.state_dtype), declared, direction),
         optax.add_decayed_weights(config.weight_decay, params_lib.decay_mask(declared)),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
     )
+    trained = is_trained(config, declared)
+    if all(jax.tree.leaves(trained)):
+        return transform
+    kinds = jax.tree.map(lambda of_weight: "trained" if of_weight else "frozen", trained)
+    return optax.partition({"trained": transform, "frozen": optax.set_to_zero()}, kinds)
+
+
+def changes(config: Optimizer, path: str) -> bool:
+    """Whether `train` matches the path of a weight or a router bias."""
+    return any(fnmatch.fnmatchcase(path, pattern) for pattern in config.train)
+
+
+def is_trained(config: Optimizer, declared: Tree) -> Tree:
+    """Whether each weight changes."""
+    return jax.tree.unflatten(
+        jax.tree.structure(params_lib.derive(lambda _: 0, declared)),
+        [changes(config, path) for path in params_lib.flatten(declared)],
+    )
+
+
+def check(config: Optimizer, paths: list[str]) -> None:
+    """Raises PatternError, naming each pattern of `train` that matches none of these paths."""
+    idle = [pattern for pattern in config.train if not fnmatch.filter(paths, pattern)]
+    if idle:
+        raise PatternError(
+            f"optimizer.train={idle} matches no weight and no router bias; --describe lists their paths, such as "
+            f"{paths[-1]}"
+        )
 
 
 def _muon(config: Optimizer, declared: Tree) -> optax.GradientTransformation:

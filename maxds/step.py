@@ -103,17 +103,18 @@ class Stepper:
           mode: `self.training`, or a probe.
 
         Returns:
-          The state; metrics: `loss`, `terms` (means), `tokens` (with a target), `grad_norm`, `learning_rate`,
-          `imbalance` (stack -> [L]: load of the busiest expert / mean load), `applied` (0 where the step was skipped).
+          The state; metrics: `loss`, `terms` (means), `tokens` (with a target), `grad_norm` (of what is trained),
+          `learning_rate`, `imbalance` (stack -> [L]: load of the busiest expert / mean load), `applied`
+          (0 where the step was skipped).
         """
         grads, sums, counts, load = self.loss_and_grads(state.params, state.router_bias, batch, mode)
-        norm = optax.tree.norm(grads)
+        norm = optax.tree.norm(jax.tree.map(lambda trained, g: g if trained else None, self.is_trained, grads))
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params)
         new = dataclasses.replace(
             state,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
-            router_bias=optimizer.balance(state.router_bias, load, self.config.loss.router_bias_rate),
+            router_bias=state.router_bias | self._balanced(state.router_bias, load),
             typical_norm=jnp.where(state.typical_norm == 0, norm, 0.98 * state.typical_norm + 0.02 * norm),
         )
         sound = self._sound(norm, state.typical_norm) & mode.update
@@ -130,6 +131,17 @@ class Stepper:
             "applied": sound,
         }
         return dataclasses.replace(new, step=state.step + mode.update.astype(jnp.int32)), metrics
+
+    @functools.cached_property
+    def is_trained(self) -> Tree:
+        """Whether each weight changes."""
+        return optimizer.is_trained(self.config.optimizer, self.network.declared)
+
+    def _balanced(self, bias, load):
+        """The router biases that change, after the step."""
+        chosen = self.config.optimizer
+        bias = {stack: b for stack, b in bias.items() if optimizer.changes(chosen, deepseek.bias_name(stack))}
+        return optimizer.balance(bias, load, self.config.loss.router_bias_rate)
 
     def _learning_rate(self, step):
         return optimizer.learning_rate(self.config.optimizer, self.config.steps)(step)
@@ -289,9 +301,10 @@ def _imbalance(counts: jax.Array) -> jax.Array:
 
 
 def check(network: deepseek.Network, sizes: dict[str, int]) -> None:
-    """Raises MeshError unless model and batch fit a mesh of these sizes."""
+    """Raises MeshError unless model and batch fit a mesh of these sizes; PatternError as `optimizer.check`."""
     params.check(network.declared, sizes)
     config = network.config
+    optimizer.check(config.optimizer, deepseek.paths(config.model))
     mesh_lib.check_rows(
         math.prod(sizes.values()),
         config.data.global_batch,
@@ -305,6 +318,7 @@ def make(config: Config, mesh: Mesh) -> Stepper:
 
     Raises:
       mesh.MeshError: the model or the batch does not fit the mesh.
+      optimizer.PatternError: a pattern of `optimizer.train` matches nothing.
     """
     network = deepseek.Network(config)
     check(network, dict(mesh.shape))

@@ -25,6 +25,7 @@ from maxds import (
     loader,
     loop,
     metrics,
+    optimizer,
     records,
     report,
     saves,
@@ -47,6 +48,7 @@ MISTAKES = (
     loader.ConfigError,
     data_lib.DataError,
     mesh_lib.MeshError,
+    optimizer.PatternError,
     checkpoint.CheckpointError,
     loop.TermError,
     trained.UseError,
@@ -181,7 +183,8 @@ def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainSta
     """The state to start from, where it came from, and what its next step gave if it was taken before.
 
     Raises:
-      CheckpointError: there is a checkpoint, and it does not belong to this config or data.
+      CheckpointError: there is a checkpoint, and it does not belong to this config or data; or `start_from` has none.
+      UseError: what `start_from` names is not a run, or of another shape.
     """
     config, changes = stepper.config, []
 
@@ -194,7 +197,10 @@ def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainSta
     state = saved.restore(stepper.abstract_state, check)
     if state is None:
         with watch.paused():
-            return stepper.init(), f"initialized from seed {config.seed}", None
+            state, other = stepper.init(), config.start_from
+            if other is None:
+                return state, f"initialized from seed {config.seed}", None
+            return trained.start(other, stepper, state, log.note), f"weights of {other}", None
     done = int(state.step)
     if state.opt_state is None:
         return stepper.with_fresh_optimizer(state), f"weights of checkpoint {done}, optimizer fresh", None

@@ -1,13 +1,14 @@
-"""The model of a run, opened to be used: what `maxds.generate` and `maxds.score` have in common."""
+"""The model of a run, opened to be used: by `maxds.generate`, by `maxds.score`, and by a run that starts from it."""
 
 import contextlib
 import dataclasses
 import pathlib
+from collections.abc import Callable
 
 import jax
 from jax.sharding import Mesh
 
-from maxds import checkpoint, loader, params
+from maxds import checkpoint, loader, optimizer, params
 from maxds import config as config_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -50,6 +51,45 @@ def load(config: Config, folder: str, step: int | None = None) -> tuple[Stepper,
     stepper = step_lib.make(_for_use(config, folder, mesh), mesh)
     mesh_lib.use_compile_cache(stepper.config.compile_cache_dir, checkpoint.warn)
     return stepper, checkpoint.restore_weights(stepper.config, stepper.abstract_state, step)
+
+
+def start(folder: str, stepper: Stepper, fresh: TrainState, note: Callable[[str], None]) -> TrainState:
+    """A fresh state with the last weights and router biases of the run in `folder`; `note` hears what it has not.
+
+    Raises:
+      UseError: `folder` is not one of a run, or a weight has another shape there.
+      loader.ConfigError: there is a mistake in its config.
+      checkpoint.CheckpointError: it has no checkpoint that can be read.
+    """
+    config = dataclasses.replace(read_config(folder), run_dir=folder)
+    network = deepseek.Network(config)
+    transform = optimizer.make(config.optimizer, config.steps, network.declared)
+    theirs = dataclasses.replace(stepper, config=config, network=network, transform=transform)
+    found = checkpoint.restore_weights(config, theirs.abstract_state)
+    known, own = _named(found), _named(fresh)
+    other = [name for name in known.keys() & own.keys() if known[name].shape != own[name].shape]
+    if other:
+        first = min(other)
+        raise UseError(
+            f"start_from={folder} has {len(other)} weights of another shape, such as {first} "
+            f"({known[first].shape} -> {own[first].shape}); give the model the sizes of that run"
+        )
+    for what, names in (("drawn", own.keys() - known.keys()), ("left out", known.keys() - own.keys())):
+        if names:
+            note(f"start_from  {what}: {', '.join(sorted(names))}")
+
+    def take(name: str, drawn: jax.Array) -> jax.Array:
+        return known[name].astype(drawn.dtype) if name in known else drawn
+
+    weights = jax.tree_util.tree_map_with_path(lambda path, a: take(params.name(path), a), fresh.params)
+    bias = {stack: take(deepseek.bias_name(stack), b) for stack, b in fresh.router_bias.items()}
+    return dataclasses.replace(fresh, params=weights, router_bias=bias)
+
+
+def _named(state: TrainState) -> dict[str, jax.Array]:
+    """Weights and router biases by their paths."""
+    weights = {params.name(path): a for path, a in jax.tree_util.tree_leaves_with_path(state.params)}
+    return weights | {deepseek.bias_name(stack): b for stack, b in state.router_bias.items()}
 
 
 def _mesh(config: Config) -> Mesh:

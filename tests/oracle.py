@@ -5,9 +5,10 @@ time, one token at a time; nothing is packed, batched, sorted or absorbed. Weigh
 a slope can be had to full precision by the complex step: along d, it is Im f(w + i h d) / h.
 Therefore there is no absolute value and no conjugate here, and comparisons look at real parts.
 
-V2: arXiv 2405.04434; V3: arXiv 2412.19437; YaRN: arXiv 2309.00071.
+V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -58,19 +59,59 @@ def frequency(c, j):
     return slowed * plain / y.factor + (1 - slowed) * plain
 
 
+@functools.cache
+def turns(c, position):
+    """Cosine and sine of each pair."""
+    y = c.rope_scaling
+    scale = temperature(y.factor, y.mscale) / temperature(y.factor, y.mscale_all_dim) if y else 1.0
+    return [
+        tuple(scale * f(position * frequency(c, j)) for f in (math.cos, math.sin))
+        for j in range(c.qk_rope_head_dim // 2)
+    ]
+
+
 def rotate(c, x, position):
     """Turns each pair of x [dim] as a complex number."""
-    y, out = c.rope_scaling, np.empty_like(x)
-    scale = temperature(y.factor, y.mscale) / temperature(y.factor, y.mscale_all_dim) if y else 1.0
-    for j in range(len(x) // 2):
-        cos, sin = (scale * f(position * frequency(c, j)) for f in (math.cos, math.sin))
+    out = np.empty_like(x)
+    for j, (cos, sin) in enumerate(turns(c, position)):
         a, b = x[2 * j], x[2 * j + 1]
         out[2 * j], out[2 * j + 1] = a * cos - b * sin, a * sin + b * cos
     return out
 
 
+def rotate_halves(c, x, position):
+    """As `rotate`, of the first dimensions, whose pairs are j and j + half; the rest stays."""
+    out, dim = x.copy(), c.qk_rope_head_dim
+    pairs = np.arange(dim).reshape(2, -1).T.ravel()
+    out[pairs] = rotate(c, x[pairs], position)
+    return out
+
+
+def constant(x):
+    """What no gradient flows through."""
+    return x.real + 0j
+
+
+def index_scores(c, w, x, source, positions):
+    """V3.2, eq. 1: how much each token of a document, [n D], wants each other one, [n n]."""
+    keys = x @ w.k
+    keys = keys - keys.mean(-1, keepdims=True)
+    keys = keys / np.sqrt((keys * keys).mean(-1, keepdims=True) + 1e-6) * w.k_norm + w.k_bias
+    keys = np.stack([rotate_halves(c, k, p) for k, p in zip(keys, positions, strict=True)])
+    scores = np.zeros((len(x), len(x)), x.dtype)
+    for t, p in enumerate(positions):
+        for head in range(c.index_n_heads):
+            query = rotate_halves(c, source[t] @ w.q[:, head], p)
+            match = keys @ query * c.index_head_dim**-0.5
+            scores[t] += x[t] @ w.heads[:, head] * c.index_n_heads**-0.5 * np.where(match.real > 0, match, 0)
+    return scores
+
+
 def mla(c, w, x, positions):
-    """One document's attention, [n D] -> [n D] (V2, section 2.1.2: keys and values made explicit, nothing absorbed)."""
+    """One document's attention, [n D] -> [n D] (V2, section 2.1.2: keys and values made explicit, nothing absorbed).
+
+    And the sum over its tokens of the divergence between what attention and the indexer make of the keys (V3.2, eq. 4).
+    """
     y, eps = c.rope_scaling, c.rms_norm_eps
     scale = (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
     if y and y.mscale_all_dim:
@@ -78,6 +119,13 @@ def mla(c, w, x, positions):
     latent = norm(x @ w.kv_down, w.kv_norm, eps)
     rope_key = np.stack([rotate(c, k, p) for k, p in zip(x @ w.k_rope, positions, strict=True)])
     source = x if c.q_lora_rank is None else norm(x @ w.q_down, w.q_norm, eps)
+    chosen = [np.arange(t + 1) for t in range(len(x))]
+    if c.index_topk is not None:
+        wanted = index_scores(c, w.indexer, constant(x), constant(source), positions)
+        chosen = [
+            np.sort(np.argsort(-wanted[t, seen].real, kind="stable")[: c.index_topk]) for t, seen in enumerate(chosen)
+        ]
+    attended = [np.zeros(len(keys)) for keys in chosen]
     out = np.zeros_like(x)
     for head in range(c.num_attention_heads):
         query = source @ w.q_up[:, head]
@@ -86,8 +134,14 @@ def mla(c, w, x, positions):
         for t, position in enumerate(positions):
             nope, rope = query[t, : c.qk_nope_head_dim], query[t, c.qk_nope_head_dim :]
             q = np.concatenate([nope, rotate(c, rope, position)])
-            out[t] += softmax(keys[: t + 1] @ q * scale) @ values[: t + 1] @ w.out[head].T
-    return out
+            weights = softmax(keys[chosen[t]] @ q * scale)
+            attended[t] += weights.real / c.num_attention_heads
+            out[t] += weights @ values[chosen[t]] @ w.out[head].T
+    if c.index_topk is None:
+        return out, 0.0
+    return out, sum(
+        p @ (np.log(p) - wanted[t, chosen[t]] + logsumexp(wanted[t, chosen[t]])) for t, p in enumerate(attended)
+    )
 
 
 # --------------------------------------------------------------------------------------- experts
@@ -131,18 +185,19 @@ def moe(c, dispatch, experts, x, bias, real):
 
 
 def decoder_layer(c, w, bias, x, row, real):
-    """[S D] -> [S D]; balance loss; load [E]."""
-    attended = x.copy()
+    """[S D] -> [S D]; balance loss; load [E]; the indexer's loss, summed over tokens."""
+    attended, indexer = x.copy(), 0.0
     y = norm(x, w["attention"].norm, c.rms_norm_eps)
     for document in set(row["segments"][real]):
         own = np.flatnonzero((row["segments"] == document) & real)
-        attended[own] += mla(c, w["attention"], y[own], row["positions"][own])
+        out, divergence = mla(c, w["attention"], y[own], row["positions"][own])
+        attended[own], indexer = attended[own] + out, indexer + divergence
     if "mlp" in w:
         y = norm(attended, w["mlp"].norm, c.rms_norm_eps)
-        return attended + mlp(y, w["mlp"].mlp.up, w["mlp"].mlp.down), 0.0, None
+        return attended + mlp(y, w["mlp"].mlp.up, w["mlp"].mlp.down), 0.0, None, indexer
     y = norm(attended, w["dispatch"].norm, c.rms_norm_eps)
     out, balance, load = moe(c, w["dispatch"], w["experts"], y, bias, real)
-    return attended + out, balance, load
+    return attended + out, balance, load, indexer
 
 
 def ahead(row, t, steps):
@@ -170,9 +225,9 @@ def run(c, w, bias, batch, layer):
 
     `layer(stack, i)` gives layer i's weights of a stack.
     """
-    terms = {
-        k: [0.0, 0] for k in ["main", "z_loss", "balance", *(f"mtp_{n + 1}" for n in range(c.num_nextn_predict_layers))]
-    }
+    own = [] if c.index_topk is None else ["indexer"]
+    own += [f"mtp_{n + 1}" for n in range(c.num_nextn_predict_layers)]
+    terms = {k: [0.0, 0] for k in ["main", "z_loss", "balance", *own]}
     stacks = {"moe_layers": c.num_hidden_layers - c.first_k_dense_replace, "mtp": c.num_nextn_predict_layers}
     loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in stacks.items() if n}
     all_logits = []
@@ -180,10 +235,15 @@ def run(c, w, bias, batch, layer):
     def add(term, value, count):
         terms[term] = [terms[term][0] + value, terms[term][1] + count]
 
-    def moe_layer(stack, i, weights, x, row, real):
-        stack_bias = bias[stack][i] if stack in bias else None
-        x, balance, load = decoder_layer(c, weights, stack_bias, x, row, real)
+    def one_layer(weights, stack_bias, x, row, real):
+        x, balance, load, indexer = decoder_layer(c, weights, stack_bias, x, row, real)
         add("balance", balance, 0)
+        if c.index_topk is not None:
+            add("indexer", indexer, 0)
+        return x, load
+
+    def moe_layer(stack, i, weights, x, row, real):
+        x, load = one_layer(weights, bias[stack][i] if stack in bias else None, x, row, real)
         loads[stack][i] += load
         return x
 
@@ -191,9 +251,11 @@ def run(c, w, bias, batch, layer):
         row = {name: values[r] for name, values in batch.items()}
         real = row["segments"] > 0
         add("balance", 0.0, int(real.any()))
+        if c.index_topk is not None:
+            add("indexer", 0.0, real.sum())
         x = w.embed[row["tokens"]]
         for i in range(c.first_k_dense_replace):
-            x, _, _ = decoder_layer(c, layer(w.dense_layers, i), None, x, row, real)
+            x, _ = one_layer(layer(w.dense_layers, i), None, x, row, real)
         for i in range(stacks["moe_layers"]):
             x = moe_layer("moe_layers", i, layer(w.moe_layers, i), x, row, real)
         x = norm(x, w.norm, c.rms_norm_eps)

@@ -9,11 +9,18 @@ from maxds.config import Config, Model, RopeScaling
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 NAMES = sorted(path.stem for path in CONFIGS.glob("*.yaml"))
-PAPERS = ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "kimi-k2-1t"]
+PAPERS = ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "deepseek3.2-671b", "kimi-k2-1t"]
 
 
 def load(name, *overrides):
     return loader.load(Config, CONFIGS / f"{name}.yaml", overrides)
+
+
+def indexer(m: Model) -> int:
+    """Parameters of one layer's indexer: its queries, key with a layer norm, and weights of heads."""
+    if m.index_topk is None:
+        return 0
+    return (m.q_lora_rank * m.index_n_heads + m.hidden_size + 2) * m.index_head_dim + m.hidden_size * m.index_n_heads
 
 
 def mla_and_norms(m: Model) -> int:
@@ -25,7 +32,7 @@ def mla_and_norms(m: Model) -> int:
         query = m.hidden_size * m.q_lora_rank + m.q_lora_rank + m.q_lora_rank * heads * qk
     latent = m.hidden_size * (m.kv_lora_rank + m.qk_rope_head_dim) + m.kv_lora_rank
     keys_values = m.kv_lora_rank * heads * (m.qk_nope_head_dim + m.v_head_dim)
-    return query + latent + keys_values + heads * m.v_head_dim * m.hidden_size + 2 * m.hidden_size
+    return query + latent + keys_values + heads * m.v_head_dim * m.hidden_size + 2 * m.hidden_size + indexer(m)
 
 
 def mlp(m: Model, width: int) -> int:
@@ -71,6 +78,7 @@ def test_every_shipped_config_is_the_base_of_a_run_by_its_name(name, tmp_path):
         ("deepseek2-16b", 15_706_484_224, 2_661_150_208),
         ("deepseek2-236b", 235_741_434_880, 21_375_800_320),
         ("deepseek3-671b", 671_026_419_200, 37_552_297_472),
+        ("deepseek3.2-671b", 671_026_419_200 + 851_524_864, 37_552_297_472 + 851_524_864),
         ("kimi-k2-1t", 1_026_408_232_448, 32_861_500_928),
     ],
 )
@@ -86,6 +94,7 @@ def test_the_parameters_are_those_of_the_released_model(name, total, active):
         ("deepseek2-16b", 13_767_168, 571_080_704),
         ("deepseek2-236b", 149_237_760, 3_822_878_720),
         ("deepseek3-671b", 187_121_664, 11_320_164_608),
+        ("deepseek3.2-671b", 187_121_664 + 13_959_424, 11_320_164_608),
         ("kimi-k2-1t", 101_138_432, 16_958_226_816),
     ],
 )
@@ -100,6 +109,7 @@ def test_the_parameters_of_a_layer_are_those_of_the_released_model(name, layer, 
         ("deepseek2-16b", ("softmax", "greedy", 1, 1, False, 1.0)),
         ("deepseek2-236b", ("softmax", "group_limited_greedy", 8, 3, False, 16.0)),
         ("deepseek3-671b", ("sigmoid", "noaux_tc", 8, 4, True, 2.5)),
+        ("deepseek3.2-671b", ("sigmoid", "noaux_tc", 8, 4, True, 2.5)),
         ("kimi-k2-1t", ("sigmoid", "noaux_tc", 1, 1, True, 2.827)),
     ],
 )
@@ -115,6 +125,7 @@ def test_the_router_is_that_of_the_official_config(name, router):
         ("deepseek2-16b", 1e4, 40.0, 32.0, 0.707, 163840),
         ("deepseek2-236b", 1e4, 40.0, 32.0, 0.707, 163840),
         ("deepseek3-671b", 1e4, 40.0, 32.0, 1.0, 163840),
+        ("deepseek3.2-671b", 1e4, 40.0, 32.0, 1.0, 163840),
         ("kimi-k2-1t", 5e4, 32.0, 1.0, 1.0, 131072),
     ],
 )
@@ -137,6 +148,7 @@ def test_the_rotary_embedding_is_that_of_the_official_config(name, theta, factor
         ("deepseek2-16b", 4.2e-4, 2000, 5.7e12),
         ("deepseek2-236b", 2.4e-4, 2000, 8.1e12),
         ("deepseek3-671b", 2.2e-4, 2000, 14.8e12),
+        ("deepseek3.2-671b", 7.3e-6, 0, 943.7e9),
         ("kimi-k2-1t", 2e-4, 500, 15.5e12),
     ],
 )
@@ -148,13 +160,21 @@ def test_the_recipe_is_that_of_the_paper(name, lr, warmup_steps, tokens):
 
 @pytest.mark.parametrize("name", PAPERS)
 def test_every_key_of_a_paper_s_model_is_written_out(name):
-    _, tree = load(name)
-    assert [f.name for f in dataclasses.fields(Model) if tree.find(f"model.{f.name}") is None] == []
+    config, tree = load(name)
+    keys = [f.name for f in dataclasses.fields(Model) if config.model.index_topk or not f.name.startswith("index_")]
+    assert [key for key in keys if tree.find(f"model.{key}") is None] == []
 
 
 @pytest.mark.parametrize(
     ("name", "devices"),
-    [("deepseek2-16b", 64), ("deepseek2-236b", 256), ("deepseek3-671b", 256), ("kimi-k2-1t", 512), ("quickstart", 8)],
+    [
+        ("deepseek2-16b", 64),
+        ("deepseek2-236b", 256),
+        ("deepseek3-671b", 256),
+        ("deepseek3.2-671b", 512),
+        ("kimi-k2-1t", 512),
+        ("quickstart", 8),
+    ],
 )
 def test_the_batch_splits_into_two_microbatches_on_every_device_it_is_sized_for(name, devices):
     config, _ = load(name)
@@ -177,6 +197,13 @@ def test_the_quickstart_needs_no_download_and_no_accelerator():
                             "try mesh.expert=1"),
         (["loss.mtp=0"], "override loss.mtp=0: loss.mtp=0.0 with model.num_nextn_predict_layers=1: "
                          "set both, or neither"),
+        (["loss.indexer=0.01"], "override loss.indexer=0.01: loss.indexer=0.01 with model.index_topk=None: "
+                                "set both, or neither"),
+        (["model.index_topk=8", "loss.indexer=1", "model.q_lora_rank=null"],
+         "override model.index_topk=8: model: index_topk=8 needs the latent of queries, which q_lora_rank=null leaves "
+         "out; set both, or neither"),
+        (["optimizer.train=[]"], "override optimizer.train=[]: optimizer: train=[] leaves nothing to train; name "
+                                 "some, such as ['*indexer*']"),
         (["model.topk_group=8"], "override model.topk_group=8: model: topk_group=8 exceeds n_group=4"),
         (["data.sources=[{kind: tfds}]"], "override data.sources=[{kind: tfds}]: data.sources[0]: kind=tfds needs a "
                                           "path"),

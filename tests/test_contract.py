@@ -20,6 +20,9 @@ from maxds import params, schedule
 from maxds.config import STAGE_NAMES, KeptName
 
 MODEL = dataclasses.replace(tiny.V3, num_hidden_layers=3, first_k_dense_replace=0, num_nextn_predict_layers=0)
+SPARSE = dataclasses.replace(
+    MODEL, index_topk=tiny.V32.index_topk, index_n_heads=tiny.V32.index_n_heads, index_head_dim=tiny.V32.index_head_dim
+)
 LAYER = params.unstacked(tiny.deepseek.declare(MODEL).moe_layers)
 SPLIT = {path: p for path, p in params.flatten(LAYER).items() if "fsdp" in p.spec}  # not the norms
 
@@ -43,9 +46,9 @@ def scans(config):
 
 
 @functools.cache
-def layers(kind, **schedule):
+def layers(kind, model=MODEL, **schedule):
     """The forward and the backward of one layer."""
-    return tuple(scan.params["jaxpr"].jaxpr for scan in scans(tiny.config(MODEL, kind, (2, 2, 2), **schedule)))
+    return tuple(scan.params["jaxpr"].jaxpr for scan in scans(tiny.config(model, kind, (2, 2, 2), **schedule)))
 
 
 def work(jaxpr):
@@ -93,6 +96,19 @@ def test_routing_is_decided_once():
     assert (backward["sort"], backward["top_k"]) == (0, 0)
 
 
+def test_keys_are_selected_once_and_the_indexer_s_loss_is_computed_once():
+    forward, _ = work(layers("batch_split", SPARSE)[0])
+    backward, _ = work(layers("batch_split", SPARSE)[1])
+    projections, scores, weights = 3, 1, 1  # the indexer's q, k and heads; of the loss: its scores, attention's weights
+    of_scores = 3  # gradients of q and k, and what they are multiplied by
+    dense = 2 * (PROJECTIONS + ROTATIONS + ATTENTION + COUNTING)
+    assert forward["dot_general"] == dense + 2 * (projections + 2 * scores + weights)  # to select, and for the loss
+    dense = 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + PROJECTIONS - 1 + 2 * ROTATIONS)
+    # Projections again, and the gradients of their weights alone: none flows on to what the indexer reads.
+    assert backward["dot_general"] == dense + 2 * (2 * projections + scores + weights + of_scores)
+    assert (forward["bitcast_convert_type"], backward["bitcast_convert_type"]) == (2, 0)  # of scores, to be ordered
+
+
 def test_forward_gathers_each_weight_once_and_exchanges_tokens_once():
     assert collectives(layers("batch_split")[0]) == {
         ("all_gather", "fsdp"): len(SPLIT),  # the next layer's
@@ -119,9 +135,9 @@ def rows():
     return int(1.5 * even_share + 7) // 8 * 8
 
 
-def of_each_microbatch():
+def of_each_microbatch(c=MODEL):
     """What a layer keeps whatever config says; and what of it each name adds."""
-    c, b, s, k = MODEL, 1, tiny.LENGTH, MODEL.num_experts_per_tok
+    b, s, k = 1, tiny.LENGTH, c.num_experts_per_tok
     always = {
         "inputs.attention.{}.h": ("float32", b, s, c.hidden_size),
         "inputs.attention.{}.balance": ("float32",),
@@ -147,14 +163,29 @@ def of_each_microbatch():
 
 @pytest.mark.parametrize("keep", [(), ("attention",), ("dispatch_input",), ("expert_up",), STAGE_NAMES])
 def test_a_layer_keeps_exactly_what_config_names(monkeypatch, keep):
-    tapes, only = [], schedule.Tape.only
-    monkeypatch.setattr(schedule.Tape, "only", lambda *args: tapes.append(only(*args)) or tapes[-1])
-    config = tiny.config(MODEL, "batch_split", (2, 2, 2), keep=keep)
-    stepper = tiny.stepper(config)
-    jax.eval_shape(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
-    found = {params.name(path): (leaf.dtype.name, *leaf.shape) for path, leaf in jax.tree.leaves_with_path(tapes[0])}
+    found = tape(monkeypatch, tiny.config(MODEL, "batch_split", (2, 2, 2), keep=keep))
     always, named = of_each_microbatch()
     expected = functools.reduce(operator.or_, (named[name] for name in keep if name in named), always)
+    assert found == {name.format(m): shape for name, shape in expected.items() for m in range(2)}
+
+
+def tape(monkeypatch, config):
+    """What a layer keeps: path -> (dtype, *shape)."""
+    tapes, only = [], schedule.Tape.only
+    monkeypatch.setattr(schedule.Tape, "only", lambda *args: tapes.append(only(*args)) or tapes[-1])
+    stepper = tiny.stepper(config)
+    jax.eval_shape(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
+    return {params.name(path): (leaf.dtype.name, *leaf.shape) for path, leaf in jax.tree.leaves_with_path(tapes[0])}
+
+
+def test_a_layer_with_an_indexer_also_keeps_a_bit_for_each_pair_of_tokens_and_its_loss(monkeypatch):
+    found = tape(monkeypatch, tiny.config(SPARSE, "batch_split", (2, 2, 2), keep=()))
+    own = {
+        "inputs.attention.{}.indexer": ("float32",),
+        "kept.attention.{}.selection.0": ("uint8", 1, tiny.LENGTH, -(-tiny.LENGTH // 8)),
+        "kept.attention.{}.selection.1": ("float32",),
+    }
+    expected = of_each_microbatch(SPARSE)[0] | own
     assert found == {name.format(m): shape for name, shape in expected.items() for m in range(2)}
 
 

@@ -20,6 +20,7 @@ V2_LITE = dataclasses.replace(tiny.V2_LITE, num_hidden_layers=2, tie_word_embedd
 YARN = config_lib.RopeScaling(factor=4, original_max_position_embeddings=8, mscale=0.7, mscale_all_dim=0.9)
 MODELS = {
     "v3": V3,
+    "v3_2": dataclasses.replace(V3, index_topk=2, index_n_heads=4, index_head_dim=10),
     "v2_lite_without_dense_layers": V2_LITE,
     "yarn_and_tied_embeddings": dataclasses.replace(V2_LITE, rope_scaling=YARN, tie_word_embeddings=True),
 }
@@ -64,7 +65,11 @@ def decoder(name, sizes=(1, 1, 1), matmul="compute"):
             return cache, more
 
         cache, more = lax.scan(one, cache, jnp.arange(STEPS))
-        return jnp.concatenate([logits[:, None], jnp.moveaxis(more, 0, 1)], axis=1), (cache.latent, cache.rope)
+        return jnp.concatenate([logits[:, None], jnp.moveaxis(more, 0, 1)], axis=1), (
+            cache.latent,
+            cache.rope,
+            cache.index,
+        )
 
     batch = mesh_lib.BATCH
     specs = params.specs(made.network.declared), P(), batch, batch
@@ -111,7 +116,9 @@ def test_logits_do_not_depend_on_the_mesh():
 
 def test_the_cache_holds_a_latent_and_one_rotated_key_of_each_token():
     _, cache = jax.eval_shape(decoder("v3"), TOKENS, LENGTHS)
-    assert [a.shape for a in cache] == [(3, 4, 9, V3.kv_lora_rank), (3, 4, 9, V3.qk_rope_head_dim)]
+    assert [a.shape for a in cache if a] == [(3, 4, 9, V3.kv_lora_rank), (3, 4, 9, V3.qk_rope_head_dim)]
+    _, (*others, index) = jax.eval_shape(decoder("v3_2"), TOKENS, LENGTHS)
+    assert (others, index.shape) == (list(cache[:2]), (3, 4, 9, 10))
 
 
 # ------------------------------------------------------------------------------------- sampling

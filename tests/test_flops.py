@@ -36,6 +36,7 @@ def test_the_blocks_of_deepseek_v3_agree_with_the_formula_written_out_in_its_num
     assert blocks == {
         "projections": 3 * 61 * forward_layer,
         "attention": 3 * 61 * forward_attention,
+        "indexer": 0,
         "dense_mlp": 3 * 3 * 2 * (3 * 7168 * 18432),
         "router": 3 * 58 * 2 * 7168 * 256,
         "experts": 3 * 58 * forward_moe,
@@ -56,6 +57,17 @@ def test_only_attention_depends_on_the_sequence_length():
     short, long = (flops.per_token(model("deepseek3-671b", num_nextn_predict_layers=0), s) for s in (1024, 4096))
     assert {name for name in short if short[name] != long[name]} == {"attention", "total"}
     assert long["attention"] == 4 * short["attention"]
+
+
+def test_an_indexer_bounds_the_keys_of_attention_and_scores_all_of_them():
+    dense, sparse = (model(name, num_nextn_predict_layers=0) for name in ("deepseek3-671b", "deepseek3.2-671b"))
+    for length, share in [(2048, 1), (32768, 2048 / 32768 * (2 - 2048 / 32768))]:  # 2 K/S - (K/S)^2, of half of S
+        without, blocks = flops.per_token(dense, length), flops.per_token(sparse, length)
+        assert blocks["attention"] == without["attention"] * share
+        forward = 2 * (1536 * 64 * 128 + 7168 * 128 + 7168 * 64) + 2 * length * (64 * 128 + 64) // 2
+        assert blocks["indexer"] == 3 * 61 * forward
+        others = blocks.keys() - {"attention", "indexer", "total"}
+        assert {name: blocks[name] for name in others} == {name: without[name] for name in others}
 
 
 def test_every_mtp_module_costs_its_layer_and_a_pass_through_the_head():

@@ -67,13 +67,17 @@ def draw(seed, scale=1.0):
     return {name: scale * rng.standard_normal(p.shape, np.float32) for name, p in WEIGHTS.items()}
 
 
-def updates(config, steps=2):
+def updates(config, steps=2, names=frozenset(WEIGHTS)):
     """The updates of some steps, on weights that do not change."""
-    transform = optimizer.make(config, 100, WEIGHTS)
-    weights, state = draw(0), transform.init(draw(0))
+
+    def some(weights):
+        return {name: weights[name] for name in names}
+
+    transform = optimizer.make(config, 100, some(WEIGHTS))
+    weights, state = some(draw(0)), transform.init(some(draw(0)))
     update, found = jax.jit(transform.update), []
     for step in range(steps):
-        more, state = update(draw(step + 1), state, weights)
+        more, state = update(some(draw(step + 1)), state, weights)
         found.append(more)
     return found, state
 
@@ -175,3 +179,48 @@ def test_every_moment_lives_where_its_weight_does(kind):
         found = [leaf for name, leaf in moments.items() if name.endswith((f".mu.{path}", f".nu.{path}"))]
         matrix = kind == "muon" and params.flatten(DECLARED)[path].dims
         assert [(m.shape, m.sharding) for m in found] == [(weight.shape, weight.sharding)] * (1 if matrix else 2), path
+
+
+# --------------------------------------------------------------------------------------- frozen weights
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_frozen_weights_have_no_update_no_decay_no_state_and_no_part_in_clipping(kind):
+    config = Optimizer(kind=kind, lr=1.0, lr_schedule="wsd", clip=0.5, train=("exp*_up", "embed"))
+    own = {"experts_up", "embed"}
+    alone, _ = updates(dataclasses.replace(config, train=("*",)), names=own)
+    found, state = updates(config)
+    for more, of_alone in zip(found, alone, strict=True):
+        for name, update in more.items():
+            np.testing.assert_array_equal(update, of_alone[name] if name in own else np.zeros_like(update))
+    held = sum(leaf.size for leaf in jax.tree.leaves(state))
+    moments = {"adamw": 2, "muon": 1}[kind] * WEIGHTS["experts_up"].size + 2 * WEIGHTS["embed"].size
+    assert moments <= held < moments + 10  # counts
+
+
+def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
+    config = tiny.config(tiny.V32, optimizer={"train": ("*indexer*", "*idexer*")})
+    with pytest.raises(optimizer.PatternError, match=r"optimizer.train=\['\*idexer\*'\] matches no weight"):
+        tiny.stepper(config)
+
+
+def test_in_the_dense_warm_up_only_the_indexers_change_and_not_even_router_biases():
+    model = dataclasses.replace(tiny.V32, index_topk=tiny.LENGTH)
+    config = tiny.config(model, optimizer={"train": ("*indexer*",)})
+    stepper, (_, bias, batch) = tiny.stepper(config), tiny.inputs(config)
+    before = dataclasses.replace(tiny.state(config), router_bias=bias)
+    start = jax.tree.map(np.asarray, before)
+    after, metrics = stepper.train(before, batch, stepper.training)
+    for path, moved in jax.tree_util.tree_leaves_with_path(jax.tree.map(lambda a, b: (a != b).any(), start, after)):
+        name = params.name(path)
+        own = name.startswith("opt_state") or "indexer" in name or name in ("step", "typical_norm")
+        assert moved == own or (own and name.startswith("opt_state")), name
+    squares = [
+        np.sum(np.square(g, dtype=np.float64))
+        for path, g in jax.tree_util.tree_leaves_with_path(tiny.outcome(config).grads)
+        if "indexer" in params.name(path)
+    ]
+    np.testing.assert_allclose(metrics["grad_norm"], np.sqrt(sum(squares)), rtol=1e-5)
+    moments = {params.name(path) for path, leaf in jax.tree_util.tree_leaves_with_path(after.opt_state) if leaf.ndim}
+    assert moments
+    assert all("indexer" in name for name in moments)

@@ -9,7 +9,7 @@ from maxds.model import moe
 FLOAT8 = {"matmul": "fp8"}
 KEPT = ("attention", "expert_up", "mlp_up")
 # What is compared with `plain` on one device, whose terms and gradients test_oracle.py compares with the papers.
-# Layers: V3 has 1 dense, 3 MoE and 1 MTP module; V2 2 dense and 2 MoE; V2-Lite 1 MoE and 2 MTP modules.
+# Layers: V3 has 1 dense, 3 MoE and 1 MTP module; V3.2 one MoE less; V2 2 dense and 2 MoE; V2-Lite 1 MoE and 2 MTP.
 CASES = {
     "plain, nothing recomputed": tiny.config(tiny.V3, "plain", (2, 2, 2), keep=("everything",)),
     "plain, kept and offloaded": tiny.config(
@@ -30,6 +30,11 @@ CASES = {
     "split, overflowing": tiny.config(tiny.V3, "batch_split", (1, 2, 4), capacity=0.25),
     "split, V2": tiny.config(tiny.V2, "batch_split", (1, 2, 4)),
     "split, one layer, two MTP modules": tiny.config(tiny.V2_LITE, "batch_split", (1, 4, 2)),
+    "plain, V3.2, nothing recomputed": tiny.config(tiny.V32, "plain", (1, 2, 1), keep=("everything",)),
+    "split, V3.2": tiny.config(tiny.V32, "batch_split", (2, 2, 2)),
+    "split, V3.2, nothing kept, in 2 parts": tiny.config(
+        tiny.V32, "batch_split", (1, 2, 2), keep=(), optimizer={"accumulate_steps": 2}
+    ),
     "plain, float8, nothing recomputed": tiny.config(
         tiny.V3, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
     ),

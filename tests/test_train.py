@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxds import checkpoint, loader, loop, mesh, step, train, trained
+from maxds import checkpoint, loader, loop, mesh, params, step, train, trained
 from maxds.config import Config
 from maxds.data import DataError, open_data
 
@@ -237,3 +237,40 @@ def test_the_default_data_needs_no_download(tmp_path):
     data = open_data(config.data, 257, 0, None)
     rows = next(itertools.islice(data.batches(3), 1))
     assert rows["tokens"].shape == (16, 32) and rows["tokens"].max() < 257
+
+
+# -------------------------------------------------------------------------------- starting from another run
+
+INDEXER = ["model.index_topk=32", "model.index_n_heads=4", "model.index_head_dim=6", "loss.indexer=0.01"]
+
+
+def test_a_warm_up_from_another_run_trains_indexers_alone_and_a_sparse_run_goes_on_from_there(
+    straight, tmp_path, capsys
+):
+    warm, sparse = [*INDEXER, "optimizer.train=['*indexer*']", "steps=1"], [*INDEXER, "model.index_topk=8", "steps=1"]
+    assert run(tmp_path / "warm", *warm, f"start_from={straight}") == 0
+    assert "drawn: dense_layers.attention.indexer.heads, " in capsys.readouterr().out
+    before, after = state(straight), state(tmp_path / "warm", *warm)
+    old, new = by_name(before), by_name(after)
+    assert all("indexer" in name for name in new.keys() - old.keys())
+    for name, array in old.items():
+        np.testing.assert_array_equal(new[name], array)
+    with pytest.raises(checkpoint.CheckpointError, match=r"optimizer\.train: .* where start_from="):
+        run(tmp_path / "warm", *sparse, "steps=2")
+    assert run(tmp_path / "sparse", *sparse, f"start_from={tmp_path / 'warm'}") == 0
+    last = by_name(state(tmp_path / "sparse", *sparse))
+    assert all((last[name] != array).any() for name, array in new.items())
+
+
+def by_name(found):
+    """Weights and router biases."""
+    return {
+        params.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path((found.params, found.router_bias))
+    }
+
+
+def test_a_run_does_not_start_from_one_of_another_shape(straight, tmp_path):
+    with pytest.raises(
+        trained.UseError, match=r"such as dense_layers\.mlp.* -> .*give the model the sizes of that run"
+    ):
+        run(tmp_path, "model.intermediate_size=96", f"start_from={straight}")

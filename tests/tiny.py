@@ -77,6 +77,7 @@ V2_LITE = dataclasses.replace(
     rope_scaling=None,
     tie_word_embeddings=True,
 )
+V32 = dataclasses.replace(V3, num_hidden_layers=3, index_topk=3, index_n_heads=7, index_head_dim=10)
 
 
 def config(model: Model = V3, kind="plain", mesh=(1, 1, 1), *, optimizer=None, precision=None, **schedule) -> Config:
@@ -91,6 +92,7 @@ def config(model: Model = V3, kind="plain", mesh=(1, 1, 1), *, optimizer=None, p
             z_loss=0.1,
             mtp=0.3 if model.num_nextn_predict_layers else 0.0,
             balance=0.1,
+            indexer=0.1 if model.index_topk else 0.0,
             router_bias_rate=1e-3 if model.has_router_bias else 0.0,
         ),
         mesh=config_lib.Mesh(**dict(zip(mesh_lib.AXES, mesh, strict=True))),

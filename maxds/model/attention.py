@@ -1,7 +1,8 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+"""Multi-head latent attention (V2, arXiv 2405.04434, section 2.1), and in V3.2 what its indexer selects for it."""
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -10,7 +11,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxds.config import Model
-from maxds.model import kernels
+from maxds.model import indexer, kernels
+from maxds.model.indexer import Index
 from maxds.model.ops import matmul, rms_norm, rotate, softmax_scale
 from maxds.params import Param, Tree
 from maxds.quantize import dequantized
@@ -19,7 +21,7 @@ from maxds.schedule import Given
 
 @flax.struct.dataclass
 class Attention:
-    """Weights of one layer's attention. Without `q_lora_rank` there is no `q_down` and no `q_norm`."""
+    """Weights of one layer's attention. Without `q_lora_rank` there is no `q_down`, no `q_norm` and no `indexer`."""
 
     norm: Tree  # [D]
     q_down: Tree  # [D Q]
@@ -31,6 +33,7 @@ class Attention:
     k_up: Tree  # [C N qk_nope_head_dim]
     v_up: Tree  # [C N v_head_dim]
     out: Tree  # [N D v_head_dim]: as TPUs multiply by it
+    indexer: Any  # indexer.Indexer, or None
 
 
 def declare(c: Model) -> Attention:
@@ -51,6 +54,7 @@ def declare(c: Model) -> Attention:
         k_up=matrix(latent, n, c.qk_nope_head_dim, dims="ioo"),
         v_up=matrix(latent, n, c.v_head_dim, dims="ioo"),
         out=Param((n, d, c.v_head_dim), P(None, "fsdp"), "ioi", c.initializer_range),
+        indexer=None if c.index_topk is None else indexer.declare(c),
     )
 
 
@@ -59,11 +63,16 @@ def norm(size: int) -> Param:
     return Param((size,), P(None), decay=False, float32=True)
 
 
-def queries(c: Model, w: Attention, x: jax.Array, rope: Tree) -> jax.Array:
-    """[B S D] -> [B N S H]: nope then rope dimensions, multiplied by the softmax scale."""
-    if w.q_down is not None:
-        x = checkpoint_name(rms_norm(matmul("bsd,dq->bsq", x, w.q_down), w.q_norm, c.rms_norm_eps), "q_latent")
-    return rotate(matmul("bsq,qnh->bnsh", x, w.q_up), rope) * softmax_scale(c)
+def query_source(c: Model, w: Attention, x: jax.Array) -> jax.Array:
+    """What queries are made of, [B S D] -> their normalized latent [B S Q]; without `q_lora_rank`, x itself."""
+    if w.q_down is None:
+        return x
+    return checkpoint_name(rms_norm(matmul("bsd,dq->bsq", x, w.q_down), w.q_norm, c.rms_norm_eps), "q_latent")
+
+
+def queries(c: Model, w: Attention, source: jax.Array, rope: Tree) -> jax.Array:
+    """[B S Q] -> [B N S H]: nope then rope dimensions, multiplied by the softmax scale."""
+    return rotate(matmul("bsq,qnh->bnsh", source, w.q_up), rope) * softmax_scale(c)
 
 
 def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array, jax.Array]:
@@ -74,27 +83,22 @@ def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array
     )
 
 
-def expanded(
-    w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.Array], segments: jax.Array, kept: tuple | None = None
-) -> tuple[jax.Array, tuple]:
-    """Attention of queries [B N S H] to the tokens they belong to, whose latents are expanded to keys and values."""
+def expanded(w: Attention, cached: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    """`latents` -> the keys [B N S H] and values [B N S v_head_dim] that they stand for."""
     latent, rope = cached
     nope = matmul("bsc,cnh->bnsh", latent, w.k_up)
     shared = jnp.broadcast_to(rope[:, None], (*nope.shape[:3], rope.shape[-1]))
     k = checkpoint_name(jnp.concatenate([nope, shared], axis=-1), "key")
-    v = checkpoint_name(matmul("bsc,cnh->bnsh", latent, w.v_up), "value")
-    return kernels.attention(q, k, v, segments, kept)
+    return k, checkpoint_name(matmul("bsc,cnh->bnsh", latent, w.v_up), "value")
 
 
-def absorbed(
-    c: Model, w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.Array], positions: jax.Array
-) -> jax.Array:
+def absorbed(c: Model, w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.Array], seen: jax.Array) -> jax.Array:
     """Attention in latent space: `k_up` is applied to the queries and `v_up` to the output (V2, section 2.1.2).
 
     Args:
       q: [B N S H], of few tokens: the scores [B N S Z] exist all at once.
       cached: as `latents`, of Z tokens of one document: [B Z C] and [B Z qk_rope_head_dim].
-      positions: [B S] int32; a query sees the tokens up to its own position.
+      seen: [B S Z] bool: the tokens that a query attends to.
 
     Returns:
       [B N S v_head_dim].
@@ -104,8 +108,7 @@ def absorbed(
     into_latent = jnp.einsum("bnsh,cnh->bnsc", nope, dequantized(w.k_up))
     scores = jnp.einsum("bnsc,bzc->bnsz", into_latent, latent, preferred_element_type=jnp.float32)
     scores += jnp.einsum("bnsh,bzh->bnsz", turned, rope, preferred_element_type=jnp.float32)
-    past = jnp.arange(latent.shape[1]) <= positions[:, None, :, None]
-    weights = jax.nn.softmax(jnp.where(past, scores, -jnp.inf), axis=-1).astype(latent.dtype)
+    weights = jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), axis=-1).astype(latent.dtype)
     out = jnp.einsum("bnsz,bzc->bnsc", weights, latent)
     return jnp.einsum("bnsc,cnv->bnsv", out, dequantized(w.v_up))
 
@@ -115,22 +118,39 @@ def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tu
 
     Args:
       rope: cos and sin of the tokens' positions.
-      read: (queries, `latents` of the tokens) -> (attention's output [B N S v_head_dim], anything).
+      read: (queries, `latents` of the tokens, what an indexer makes of them) -> (attention's output
+        [B N S v_head_dim], anything).
 
     Returns:
       The stream, and whatever else `read` returned.
     """
     y = rms_norm(x.h, w.norm, c.rms_norm_eps)
-    q = checkpoint_name(queries(c, w, y, rope), "query")
-    out, more = read(q, latents(c, w, y, rope))
+    source = query_source(c, w, y)
+    q = checkpoint_name(queries(c, w, source, rope), "query")
+    index = None if w.indexer is None else indexer.look(c, w.indexer, y, source, rope)
+    out, more = read(q, latents(c, w, y, rope), index)
     return dataclasses.replace(x, h=x.h + matmul("bnsv,ndv->bsd", out, w.out)), more
 
 
 def attend(c: Model, w: Attention, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict]:
-    """The stage: `x.h` [B S D] plus its attention. Keeps the kernel's output and log-sum-exp."""
+    """The stage: `x.h` [B S D] plus its attention. Keeps the kernel's output and log-sum-exp.
 
-    def read(q, cached):
-        return expanded(w, q, cached, given.tokens.segments, (kept or {}).get("attention"))
+    With an indexer it also keeps the selection, so that it never differs, beside the indexer's loss.
+    """
+    segments, kept = given.tokens.segments, kept or {}
 
-    x, attention = attend_to(c, w, x, given.tokens.rope, read)
-    return x, {"attention": attention}
+    def read(q: jax.Array, cached: tuple, index: Index | None):
+        k, v = expanded(w, cached)
+        if index is None:
+            out, attention = kernels.attention(q, k, v, segments, kept.get("attention"))
+            return out, {"attention": attention}
+        selected, loss = kept.get("selection") or (indexer.select(c, index, segments), None)
+        out, attention = kernels.attention(q, k, v, segments, kept.get("attention"), selected)
+        attended = indexer.Attended(q, k, attention[1], selected, segments)
+        loss = indexer.divergence(index, attended, loss)
+        return out, {"attention": attention, "selection": (selected, loss)}
+
+    x, found = attend_to(c, w, x, given.tokens.rope, read)
+    if "selection" in found:
+        x = dataclasses.replace(x, indexer=x.indexer + found["selection"][1])
+    return x, found

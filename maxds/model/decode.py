@@ -2,7 +2,8 @@
 
 MLA needs neither keys nor values of the past: the normalized latent and the one rotated key of each
 token stand for those of all heads (DeepSeek-V2, section 2.1). So the cache holds
-kv_lora_rank + qk_rope_head_dim numbers a token and layer, and a step attends in latent space.
+kv_lora_rank + qk_rope_head_dim numbers a token and layer, and a step attends in latent space. An indexer's one key
+comes on top; of a step's query it selects among those of the cache.
 
 Weights travel as in training: gathered layer by layer, and routed experts stay where they are.
 """
@@ -17,14 +18,14 @@ from jax import lax
 
 from maxds import params as params_lib
 from maxds.mesh import AXES
-from maxds.model import attention, ops
+from maxds.model import attention, indexer, kernels, ops
 from maxds.model.deepseek import Context, Network, Weights
-from maxds.model.moe import Stream
+from maxds.model.indexer import Index
 from maxds.params import Tree
 from maxds.schedule import Given, at
 
-Over = Callable[[attention.Attention, jax.Array, tuple, tuple], jax.Array]
-"""(weights, queries, latents of their tokens, latents in the cache) -> attention's output."""
+Over = Callable[[attention.Attention, jax.Array, Index | None, tuple, tuple], jax.Array]
+"""(weights, queries, what the indexer makes of their tokens, entries of these, the cache's) -> attention's output."""
 
 
 @flax.struct.dataclass
@@ -33,16 +34,16 @@ class Cache:
 
     latent: jax.Array  # [L B S C], normalized
     rope: jax.Array  # [L B S qk_rope_head_dim], rotated
+    index: jax.Array | None  # [L B S index_head_dim]: keys of the indexer; None without
 
-    def layer(self, i: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """The entries of layer `i`, as `attention.latents` returns them."""
-        return at((self.latent, self.rope), i)
+    def layer(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """The entries of layer `i`: as `attention.latents` returns them, and the indexer's keys."""
+        return at((self.latent, self.rope, self.index), i)
 
-    def write(self, i: jax.Array, positions: jax.Array, entries: tuple[jax.Array, jax.Array]) -> "Cache":
+    def write(self, i: jax.Array, positions: jax.Array, entries: tuple) -> "Cache":
         """Puts entries of layer `i`, [B s …], at positions [B s] of their sequences."""
-        rows = jnp.arange(positions.shape[0])[:, None]
-        latent, rope = entries
-        return Cache(self.latent.at[i, rows, positions].set(latent), self.rope.at[i, rows, positions].set(rope))
+        rows, stored = jnp.arange(positions.shape[0])[:, None], (self.latent, self.rope, self.index)
+        return Cache(*jax.tree.map(lambda a, entry: a.at[i, rows, positions].set(entry), stored, entries))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,8 +69,9 @@ class Decoder:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
 
-        def over(w, q, own, _):
-            return attention.expanded(w, q, own, segments)[0]
+        def over(w, q, index, own, _):
+            selected = None if index is None else indexer.select(self.network.model, index, segments)
+            return kernels.attention(q, *attention.expanded(w, own[:2]), segments, selected=selected)[0]
 
         batch = {"tokens": tokens, "positions": positions, "segments": segments}
         h, cache = self._layers(batch, self._empty(len(tokens), size), over)
@@ -91,8 +93,11 @@ class Decoder:
         batch = {"tokens": tokens, "positions": positions, "segments": active.astype(jnp.int32)}
         batch = {name: of_rows[:, None] for name, of_rows in batch.items()}
 
-        def over(w, q, _, cached):
-            return attention.absorbed(self.network.model, w, q, cached, batch["positions"])
+        def over(w, q, index, _, cached):
+            seen = jnp.arange(cached[0].shape[1]) <= batch["positions"][..., None]
+            if index is not None:
+                seen = indexer.select_among(self.network.model, index, cached[2], seen)
+            return attention.absorbed(self.network.model, w, q, cached[:2], seen)
 
         h, cache = self._layers(batch, cache, over)
         return self._logits(h[:, 0]), cache
@@ -131,12 +136,14 @@ class Decoder:
     def _empty(self, sequences: int, size: int) -> Cache:
         c, dtype = self.network.model, jnp.dtype(self.network.config.precision.compute)
         shape = c.num_hidden_layers, sequences, size
-        return Cache(jnp.zeros((*shape, c.kv_lora_rank), dtype), jnp.zeros((*shape, c.qk_rope_head_dim), dtype))
+        index = None if c.index_topk is None else jnp.zeros((*shape, c.index_head_dim), dtype)
+        latent, rope = (jnp.zeros((*shape, n), dtype) for n in (c.kv_lora_rank, c.qk_rope_head_dim))
+        return Cache(latent, rope, index)
 
     def _layers(self, batch: dict, cache: Cache, over: Over) -> tuple[jax.Array, Cache]:
         """Embedding and all layers on int32 [B s] `tokens`, `positions`, `segments` -> [B s D]."""
         context = self.network.context(batch)
-        carry = Stream(self.network.embed(self.outer[0], batch["tokens"]), jnp.zeros((), jnp.float32)), cache
+        carry = self.network.enter(self.outer[0], batch["tokens"]), cache
         first = 0
         for name, stored in self.stacks.items():
             layers = jnp.arange(first, first := first + len(stored[0]["attention"].norm))
@@ -155,9 +162,10 @@ class Decoder:
             (x, cache), (stored, bias, i) = carry, of_layer
             w = exchange.gather(*stored)
 
-            def read(q, own):
+            def read(q, latents, index):
+                own = (*latents, None if index is None else index.k)
                 written = cache.write(i, positions, own)
-                return over(w["attention"], q, own, written.layer(i)), written
+                return over(w["attention"], q, index, own, written.layer(i)), written
 
             x, cache = attention.attend_to(network.model, w["attention"], x, context.rope, read)
             for stage in layer.stages[1:]:

@@ -81,6 +81,16 @@ def router_bias(c: Model) -> dict[str, jax.Array]:
     return {k: jnp.zeros((n, c.n_routed_experts), jnp.float32) for k, n in stacks.items() if n and c.has_router_bias}
 
 
+def bias_name(stack: str) -> str:
+    """The path of the router biases of a stack, among those of weights."""
+    return f"{stack}.router_bias"
+
+
+def paths(c: Model) -> list[str]:
+    """Of every weight and router bias."""
+    return [*map(bias_name, jax.eval_shape(lambda: router_bias(c))), *params_lib.flatten(declare(c))]
+
+
 # ------------------------------------------------------------------------------------------ layers
 
 
@@ -130,7 +140,9 @@ class Network:
         attend = schedule.Stage("attention", functools.partial(attention.attend, c))
         if "mlp" in declared:
             mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
-            return schedule.Layer((attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=lambda kept: {})
+            return schedule.Layer(
+                (attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=lambda kept: {}, always=("selection",)
+            )
         capacity = self.config.schedule.capacity
         dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, capacity, self.float8))
         experts = schedule.Stage("experts", functools.partial(moe.experts, c))
@@ -140,7 +152,7 @@ class Network:
             uncombine=functools.partial(moe.uncombine, c, capacity, self.float8),
             pending=functools.partial(moe.pending, c, capacity),
             observe=lambda kept: {"load": moe.load(c, kept["routing"][0])},
-            always=("routing",),
+            always=("selection", "routing"),
         )
 
     # -------------------------------------------------------------------------------- forward
@@ -149,10 +161,15 @@ class Network:
         """[V D], [B S] -> [B S D] in the compute dtype. Negative tokens read as token 0; nothing may depend on them."""
         return jnp.take(table, jnp.maximum(tokens, 0), axis=0)
 
+    def enter(self, table: jax.Array, tokens: jax.Array) -> Stream:
+        """What enters the first layer."""
+        zero = jnp.zeros((), jnp.float32)
+        return Stream(self.embed(table, tokens), zero, None if self.model.index_topk is None else zero)
+
     def trunk(self, weights: Weights, bias: dict, table: jax.Array, batches: Sequence[dict]):
         """All layers of the main model on microbatches -> streams before the final norm, expert loads [L E]."""
         contexts = [self.context(b) for b in batches]
-        xs = [Stream(self.embed(table, b["tokens"]), jnp.zeros((), jnp.float32)) for b in batches]
+        xs = [self.enter(table, b["tokens"]) for b in batches]
         if weights.dense_layers is not None:
             with jax.named_scope("dense_layers"):
                 xs, _ = self.chain(self.declared.dense_layers)(weights.dense_layers, None, xs, contexts)
@@ -165,7 +182,7 @@ class Network:
         """Stack -> what one of its layers could hand to its backward pass, of one microbatch twice: for its shapes."""
         table, _, _ = self.outer(weights)
         first = self.split(batch)[0]
-        x, context = Stream(self.embed(table, first["tokens"]), jnp.zeros((), jnp.float32)), self.context(first)
+        x, context = self.enter(table, first["tokens"]), self.context(first)
         found = {}
         for stack in [s for s in ("dense_layers", "moe_layers") if getattr(weights, s) is not None]:
             declared = params_lib.unstacked(getattr(self.declared, stack))
@@ -253,8 +270,10 @@ class Network:
                 term = mtp_term(depth)
                 more, sums = head_loss(norm, xs, targets, (scales[term], jnp.zeros(())))
                 total, terms[term] = total + more, sums["nll"]
-        terms["balance"] = sum(x.balance for x in xs)  # the last streams carry that of all layers, MTP modules' too
-        return total + scales["balance"] * terms["balance"], (jax.tree.map(lax.stop_gradient, terms), loads)
+        for name in ("balance", "indexer") if self.model.index_topk else ("balance",):
+            terms[name] = sum(getattr(x, name) for x in xs)  # the last streams carry that of all layers, MTP's too
+            total += scales[name] * terms[name]
+        return total, (jax.tree.map(lax.stop_gradient, terms), loads)
 
     def _head_loss(self, head, norm, xs, targets, weights):
         h = jnp.concatenate([x.h.reshape(-1, x.h.shape[-1]) for x in xs])
@@ -267,13 +286,19 @@ class Network:
         """Term -> what it counts for in the objective. Terms of coefficient 0 are disabled."""
         loss, modules = self.config.loss, self.model.num_nextn_predict_layers
         mtp = {mtp_term(depth): loss.mtp / modules for depth in range(modules)}
-        return {"main": 1.0, "z_loss": loss.z_loss, "balance": loss.balance} | mtp
+        indexer = {"indexer": loss.indexer} if self.model.index_topk else {}
+        return {"main": 1.0, "z_loss": loss.z_loss, "balance": loss.balance} | indexer | mtp
 
     def counts(self, batch: dict) -> dict[str, jax.Array]:
-        """Term -> what its sum is averaged over, int32, of this device: tokens with a target, or sequences."""
+        """Term -> what its sum is averaged over, int32, of this device: tokens (with a target, or real), or sequences.
+
+        `balance` and `indexer` are sums over layers: what a layer learns by does not depend on how many there are.
+        """
         targets, segments = batch["targets"], batch["segments"]
         tokens = _count(targets >= 0)
         found = {"main": tokens, "z_loss": tokens, "balance": _count(jnp.any(segments > 0, axis=-1))}
+        if self.model.index_topk:
+            found["indexer"] = _count(segments > 0)
         for depth in range(self.model.num_nextn_predict_layers):
             targets = shift(targets, segments)
             found[mtp_term(depth)] = _count(targets >= 0)

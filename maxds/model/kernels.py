@@ -6,6 +6,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 | kernel         | CPU                        | GPU                        | TPU                                       |
 |----------------|----------------------------|----------------------------|-------------------------------------------|
 | attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128            |
+| to selected    | XLA, by tiles              | XLA, by tiles              | XLA, by tiles                             |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxds.model import tpu
+from maxds.model import sparse, tpu
 from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
@@ -40,7 +41,12 @@ def _device_kind() -> str:
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array, kept: tuple[jax.Array, jax.Array] | None = None
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segments: jax.Array,
+    kept: tuple[jax.Array, jax.Array] | None = None,
+    selected: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Causal attention within documents.
 
@@ -50,33 +56,41 @@ def attention(
       v: [B N S Hv].
       segments: [B S] int32; a query sees the keys of its own segment.
       kept: what an earlier call returned as kept; the forward pass is then not computed.
+      selected: as `sparse.pack`, [B S ceil(S / 8)]: the keys that it attends to among these; None: to all.
 
     Returns:
       The output [B N S Hv], and what to keep of it: (output, log-sum-exp of the scores [B N S] float32).
     """
-    out, lse = _attention(q, k, v, segments, kept)
+    out, lse = _attention(q, k, v, (segments, selected), kept)
     return out, (out, lse)
 
 
 @jax.custom_vjp
-def _attention(q, k, v, segments, kept):
+def _attention(q, k, v, which, kept):
     if kept is not None:
         return kept
+    segments, selected = which
+    if selected is not None:
+        return sparse.attend(q, k, v, selected)
     attend = tpu.attend if _is_for_splash(q) else _attend
     return attend(q, k, v, segments)
 
 
-def _attention_forward(q, k, v, segments, kept):
-    out, lse = _attention(q, k, v, segments, kept)
+def _attention_forward(q, k, v, which, kept):
+    out, lse = _attention(q, k, v, which, kept)
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
-    return (out, lse), (q, k, v, segments, kept, out, lse)
+    return (out, lse), (q, k, v, which, kept, out, lse)
 
 
 def _attention_backward(residuals, cotangents):
-    q, k, v, segments, kept, out, lse = residuals
+    q, k, v, (segments, selected), kept, out, lse = residuals
     dout, _ = cotangents
-    attend_backward = tpu.attend_backward if _is_for_splash(q) else _attend_backward
-    return *attend_backward(q, k, v, segments, (out, lse), dout), None, jax.tree.map(jnp.zeros_like, kept)
+    if selected is not None:
+        found = sparse.attend_backward(q, k, v, selected, (out, lse), dout)
+    else:
+        attend_backward = tpu.attend_backward if _is_for_splash(q) else _attend_backward
+        found = attend_backward(q, k, v, segments, (out, lse), dout)
+    return *found, None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
@@ -86,7 +100,7 @@ def _is_for_splash(q: jax.Array) -> bool:
     return "TPU" in _device_kind() and q.shape[2] % 128 == 0
 
 
-def _blocks(x: jax.Array, axis: int) -> jax.Array:
+def blocks(x: jax.Array, axis: int) -> jax.Array:
     """Splits the sequence axis into a leading axis of query blocks: [n ... block ...]."""
     size = x.shape[axis]
     block = QUERY_BLOCK if size % QUERY_BLOCK == 0 else size
@@ -94,29 +108,34 @@ def _blocks(x: jax.Array, axis: int) -> jax.Array:
 
 
 def _joined(x: jax.Array) -> jax.Array:
-    """The inverse of `_blocks`, of blocks [n B N block ...]."""
+    """The inverse of `blocks`, of blocks [n B N block ...]."""
     x = jnp.moveaxis(x, 0, 2)
     return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
-def _spans(length: int) -> list[tuple[int, int]]:
+def spans(length: int) -> list[tuple[int, int]]:
     """Start and end of the parts of a sequence whose queries are scored with the keys up to the part's end."""
     count = SPANS if length % SPANS == 0 and length // SPANS >= LEAST_SPAN else 1
     size = length // count
     return [(start, start + size) for start in range(0, length, size)]
 
 
+def visible(segments_q: jax.Array, segments: jax.Array, first: jax.Array | int) -> jax.Array:
+    """[B Q Z] bool: whether queries from position `first` on see the first Z keys."""
+    query = first + jnp.arange(segments_q.shape[1])
+    causal = query[:, None] >= jnp.arange(segments.shape[1])
+    return causal & (segments_q[:, :, None] == segments[:, None, :])
+
+
 def _scores(q, k, segments_q, segments, first):
     """Masked scores [B N Q Z] in float32 of one block of queries, from position `first` on, with the first Z keys."""
     scores = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=jnp.float32)
-    query = first + jnp.arange(q.shape[2])
-    causal = query[:, None] >= jnp.arange(k.shape[2])
-    return jnp.where(causal & (segments_q[:, None, :, None] == segments[:, None, None, :]), scores, -jnp.inf)
+    return jnp.where(visible(segments_q, segments, first)[:, None], scores, -jnp.inf)
 
 
 def _attend(q, k, v, segments):
     found = []
-    for start, end in _spans(q.shape[2]):
+    for start, end in spans(q.shape[2]):
         k_seen, v_seen = k[:, :, :end], v[:, :, :end]
         found.append(_attend_span(start, q[:, :, start:end], k_seen, v_seen, segments[:, :end]))
     out, lse = zip(*found, strict=True)
@@ -131,16 +150,16 @@ def _attend_span(start, q, k, v, segments):
         weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)  # to the bit those of the backward pass
         return jnp.einsum("bnqk,bnkh->bnqh", weights, v), lse
 
-    queries = _blocks(q, 2)
+    queries = blocks(q, 2)
     firsts = start + jnp.arange(len(queries)) * queries.shape[3]
-    out, lse = lax.map(block, (queries, _blocks(segments[:, start:], 1), firsts))
+    out, lse = lax.map(block, (queries, blocks(segments[:, start:], 1), firsts))
     return _joined(out), _joined(lse)
 
 
 def _attend_backward(q, k, v, segments, kept, dout):
     out, lse = kept
     dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for start, end in _spans(q.shape[2]):
+    for start, end in spans(q.shape[2]):
         of_queries = [a[:, :, start:end] for a in (q, out, lse, dout)]
         seen = k[:, :, :end], v[:, :, :end], segments[:, :end]
         of_span, more_k, more_v = _attend_span_backward(start, *seen, of_queries)
@@ -161,10 +180,10 @@ def _attend_span_backward(start, k, v, segments, of_queries):
         dk += jnp.einsum("bnqk,bnqh->bnkh", dscores, q, preferred_element_type=jnp.float32)
         return (dk, dv), jnp.einsum("bnqk,bnkh->bnqh", dscores, k)
 
-    blocks = [_blocks(a, 2) for a in of_queries]
-    firsts = start + jnp.arange(len(blocks[0])) * blocks[0].shape[3]
+    parts = [blocks(a, 2) for a in of_queries]
+    firsts = start + jnp.arange(len(parts[0])) * parts[0].shape[3]
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    (dk, dv), dq = lax.scan(block, zeros, (*blocks, _blocks(segments[:, start:], 1), firsts))
+    (dk, dv), dq = lax.scan(block, zeros, (*parts, blocks(segments[:, start:], 1), firsts))
     return _joined(dq), dk, dv
 
 

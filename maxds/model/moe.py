@@ -62,6 +62,7 @@ class Stream:
 
     h: jax.Array  # [B S D], the residual stream
     balance: jax.Array  # float32 scalar: the balance loss of the layers so far, summed over sequences
+    indexer: jax.Array | None  # float32 scalar: the indexers' loss so far, summed over tokens; None without indexers
 
 
 @flax.struct.dataclass
@@ -234,7 +235,7 @@ def dispatch(
     rows = rows_at_a_time(weights.size, lax.axis_size("expert"), capacity)
     tokens = of_all(float8, y)
     routed = checkpoint_name(kernels.rows_of_tokens(tokens, routes(routing, rows, 0, weights.shape)), "dispatched")
-    stream = Stream(h, x.balance + balance_loss(c, scores, chosen, segments))
+    stream = dataclasses.replace(x, h=h, balance=x.balance + balance_loss(c, scores, chosen, segments))
     return Dispatched(stream, y, routed, weights, routing), kept
 
 

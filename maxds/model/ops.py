@@ -79,6 +79,13 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale).astype(x.dtype)
 
 
+def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """(x - mean) / deviation * scale + bias over the last dimension, in float32; the result has x's dtype."""
+    y = x.astype(jnp.float32)
+    y -= jnp.mean(y, axis=-1, keepdims=True)
+    return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale + bias).astype(x.dtype)
+
+
 def swiglu(up: jax.Array) -> jax.Array:
     """silu(gate) * up of a product [... 2F] whose first half is the gate."""
     gate, up = jnp.split(up, 2, axis=-1)
@@ -147,6 +154,14 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
         for t, fill in zip(table, (1, 0), strict=True)
     )
     return (x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x.dtype)
+
+
+def rotate_halves(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Rotates the pairs (j, j + R/2) of the first R dimensions of [B ... S H] by the angles of a table [B S R]."""
+    half = table[0].shape[-1] // 2
+    cos, sin = (jnp.expand_dims(t[..., ::2], range(1, x.ndim - 2)) for t in table)
+    a, b, still = jnp.split(x.astype(jnp.float32), [half, 2 * half], axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, still], axis=-1).astype(x.dtype)
 
 
 # -------------------------------------------------------------------------------------- cross-entropy

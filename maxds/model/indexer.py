@@ -1,0 +1,270 @@
+"""The lightning indexer (DeepSeek-V3.2, arXiv 2512.02556, section 2.1): which keys a query attends to.
+
+A few small heads score every key that a query sees, and attention is to the `index_topk` best. Choosing has no
+gradient, so the indexer learns from its own loss: how far the distribution that its scores make of a query's keys is
+from that of the attention heads together. Nothing else learns from that loss.
+
+Scores [Q Z] of a block of queries exist at a time, and of one head: memory grows with S x S / 8 bytes for the choice
+alone, which all heads share.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
+
+from maxds.config import Model
+from maxds.model import kernels, sparse
+from maxds.model.ops import layer_norm, matmul, rotate_halves
+from maxds.params import Param, Tree
+
+NORM_EPS = 1e-6  # of the released model, whatever rms_norm_eps is
+
+
+@flax.struct.dataclass
+class Indexer:
+    """Weights of one layer's indexer, of I heads."""
+
+    q: Tree  # [q_lora_rank I index_head_dim]
+    k: Tree  # [D index_head_dim], one for all heads
+    k_norm: Tree  # [index_head_dim]
+    k_bias: Tree  # [index_head_dim]
+    heads: Tree  # [D I]: what each head counts for
+
+
+@flax.struct.dataclass
+class Index:
+    """What the indexer makes of tokens."""
+
+    q: jax.Array  # [B I S index_head_dim]
+    k: jax.Array  # [B S index_head_dim]
+    heads: jax.Array  # [B I S] float32, multiplied by the scale of scores
+
+
+@flax.struct.dataclass
+class Attended:
+    """What attention did, for the indexer to learn from."""
+
+    q: jax.Array  # [B N S H], multiplied by the softmax scale
+    k: jax.Array  # [B N S H]
+    lse: jax.Array  # [B N S] float32: log-sum-exp of the scores
+    selected: jax.Array | None  # as `select`
+    segments: jax.Array  # [B S]
+
+
+def declare(c: Model) -> Indexer:
+    """Declares one layer's indexer."""
+    size, std = c.index_head_dim, c.initializer_range
+    scale = Param((size,), P(None), decay=False, float32=True)
+    return Indexer(
+        q=Param((c.q_lora_rank or 0, c.index_n_heads, size), P("fsdp"), "ioo", std),
+        k=Param((c.hidden_size, size), P("fsdp"), "io", std),
+        k_norm=scale,
+        k_bias=dataclasses.replace(scale, std=0.0),
+        heads=Param((c.hidden_size, c.index_n_heads), P("fsdp"), "io", std, float32=True),
+    )
+
+
+def look(c: Model, w: Indexer, x: jax.Array, latent: jax.Array, rope: Tree) -> Index:
+    """Normalized tokens [B S D] and the latent of their queries [B S q_lora_rank], to which no gradient flows."""
+    x, latent = lax.stop_gradient((x, latent))
+    k = layer_norm(matmul("bsd,dh->bsh", x, w.k), w.k_norm, w.k_bias, NORM_EPS)
+    heads = jnp.matmul(x.astype(jnp.float32), w.heads, precision=lax.Precision.HIGHEST)
+    return Index(
+        q=rotate_halves(matmul("bsq,qih->bish", latent, w.q), rope),
+        k=rotate_halves(k, rope),
+        heads=heads.swapaxes(1, 2) * (c.index_n_heads * c.index_head_dim) ** -0.5,
+    )
+
+
+# ------------------------------------------------------------------------------------------ selection
+
+
+def select(c: Model, index: Index, segments: jax.Array) -> jax.Array | None:
+    """The keys that each query attends to, of those of its own document up to its own position.
+
+    Returns:
+      As `sparse.pack`, [B S ceil(S / 8)] uint8; None where all are few enough.
+    """
+    length, topk = segments.shape[1], c.index_topk or 0
+    if length <= topk:
+        return None
+
+    def block(end: int, _, q, heads, segments_q, first):
+        seen = kernels.visible(segments_q, segments[:, :end], first)
+        return None, sparse.pack(best(_scores(q, heads, index.k[:, :end]), seen, topk), length)
+
+    _, found = _by_blocks(block, None, (index.q, 2), (index.heads, 2), (segments, 1))
+    return checkpoint_name(_joined(found, 1), "selection")
+
+
+def select_among(c: Model, index: Index, keys: jax.Array, seen: jax.Array) -> jax.Array:
+    """As `select`, of few queries: among keys [B Z index_head_dim], those that are `seen` [B S Z] -> [B S Z] bool."""
+    return best(_scores(index.q, index.heads, keys), seen, c.index_topk or 0)
+
+
+def best(scores: jax.Array, seen: jax.Array, count: int) -> jax.Array:
+    """Which `count` of the seen scores are the largest; of equal ones, those of lower index. All, if there are fewer.
+
+    Exact, and without sorting: the least of them is found bit by bit.
+
+    Args:
+      scores: [… Z] float32.
+      seen: [… Z] bool.
+      count: of the Z.
+
+    Returns:
+      [… Z] bool.
+    """
+    size = scores.shape[-1]
+    if size <= count:
+        return seen
+    bits = lax.bitcast_convert_type(jnp.where(scores == 0, 0.0, scores), jnp.uint32)  # one zero, not two
+    negative = bits >> 31 == 1
+    order = jnp.where(seen, jnp.where(negative, ~bits, bits | jnp.uint32(1 << 31)), 0)  # as the scores, from 1 on
+    least = _of_rank(order, jnp.uint32(count), 32)
+    above, tied = order > least, order == least
+    left = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.uint32)
+    early = jnp.where(tied, size - jnp.arange(size, dtype=jnp.uint32), 0)
+    return seen & (above | (tied & (early >= _of_rank(early, left, size.bit_length()))))
+
+
+def _of_rank(numbers: jax.Array, rank: jax.Array, bits: int) -> jax.Array:
+    """The `rank`-th largest of [… Z] uint32 that have so many bits -> [… 1]."""
+
+    def one_bit(i, found):
+        tried = found | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
+        enough = jnp.sum(numbers >= tried, axis=-1, keepdims=True, dtype=jnp.uint32) >= rank
+        return jnp.where(enough, tried, found)
+
+    return lax.fori_loop(0, bits, one_bit, jnp.zeros((*numbers.shape[:-1], 1), jnp.uint32))
+
+
+def _by_blocks(fn: Callable, carry: Tree, *of_queries: tuple[jax.Array, int]) -> tuple[Tree, list[Tree]]:
+    """Scans fn(end, carry, *blocks, first) -> (carry, result) over blocks of queries that see keys before `end`.
+
+    Args:
+      fn: `first` is the first position of the block.
+      carry: of the scan.
+      *of_queries: arrays, and which of their dimensions is S.
+
+    Returns:
+      The carry, and of each span of queries the results of its blocks, stacked.
+    """
+    (array, axis), found = of_queries[0], []
+    for start, end in kernels.spans(array.shape[axis]):
+        parts = [kernels.blocks(lax.slice_in_dim(a, start, end, axis=i), i) for a, i in of_queries]
+        firsts = start + jnp.arange(len(parts[0])) * parts[0].shape[1 + axis]
+        carry, results = lax.scan(lambda c, xs, end=end: fn(end, c, *xs), carry, (*parts, firsts))
+        found.append(results)
+    return carry, found
+
+
+def _joined(found: list[jax.Array], axis: int) -> jax.Array:
+    """Blocks of queries of all spans, [n ... block ...], side by side along `axis`."""
+    spans = [jnp.moveaxis(blocks, 0, axis) for blocks in found]
+    return jnp.concatenate([s.reshape(*s.shape[:axis], -1, *s.shape[axis + 2 :]) for s in spans], axis)
+
+
+def _scores(q: jax.Array, heads: jax.Array, k: jax.Array) -> jax.Array:
+    """[B I Q H], [B I Q], [B Z H] -> [B Q Z] float32, head by head."""
+
+    def one(total, of_head):
+        q, head = of_head
+        return total + head[..., None] * jax.nn.relu(_dots(q, k)), None
+
+    zeros = jnp.zeros((q.shape[0], q.shape[2], k.shape[1]), jnp.float32)
+    return lax.scan(one, zeros, (jnp.moveaxis(q, 1, 0), jnp.moveaxis(heads, 1, 0)))[0]
+
+
+def _dots(q: jax.Array, k: jax.Array) -> jax.Array:
+    return jnp.einsum("bqh,bzh->bqz", q, k, preferred_element_type=jnp.float32)
+
+
+# ----------------------------------------------------------------------------------------------- loss
+
+
+@jax.custom_vjp
+def divergence(index: Index, attended: Attended, kept: jax.Array | None = None) -> jax.Array:
+    """Sum over real tokens of KL(p || q), float32: q is the softmax of scores over the keys that a query attends to.
+
+    p is the mean over heads of the attention to them, and a constant: the gradient flows to `index` alone.
+
+    Args:
+      index: of the tokens.
+      attended: what attention did with them.
+      kept: the result of an earlier call; it is then returned as it is.
+    """
+    if kept is not None:
+        return kept
+
+    def block(end: int, total, q, heads, *of_attention):
+        scores = _scores(q, heads, index.k[:, :end])
+        p, log_q = _distributions(scores, attended, of_attention)
+        return total + jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - log_q), 0)), None
+
+    return _by_blocks(block, jnp.zeros((), jnp.float32), *_of_queries(index, attended))[0]
+
+
+def _divergence_backward(residuals, dy):
+    """By the scores, it is q - p."""
+    index, attended, kept = residuals
+
+    def block(end: int, dk, q, heads, *of_attention):
+        k = index.k[:, :end]
+        p, log_q = _distributions(_scores(q, heads, k), attended, of_attention)
+        more, found = _scores_backward(q, heads, k, jnp.where(log_q > -jnp.inf, jnp.exp(log_q) - p, 0) * dy)
+        return dk.at[:, :end].add(more), found
+
+    dk, found = _by_blocks(block, jnp.zeros(index.k.shape, jnp.float32), *_of_queries(index, attended))
+    dq, dheads = (_joined([of_span[i] for of_span in found], 2) for i in (0, 1))
+    return Index(dq, dk.astype(index.k.dtype), dheads), None, jax.tree.map(jnp.zeros_like, kept)
+
+
+divergence.defvjp(lambda *args: (divergence(*args), args), _divergence_backward)
+
+
+def _of_queries(index: Index, attended: Attended) -> list[tuple[jax.Array, int]]:
+    """What the blocks of the loss read of their queries."""
+    found = [(index.q, 2), (index.heads, 2), (attended.q, 2), (attended.lse, 2), (attended.segments, 1)]
+    return found if attended.selected is None else [*found, (attended.selected, 1)]
+
+
+def _distributions(scores: jax.Array, attended: Attended, of_attention: Any) -> tuple[jax.Array, jax.Array]:
+    """p and log q of a block of queries, [B Q Z]; 0 and -inf where nothing is attended to, and for padding."""
+    q, lse, segments, *selected, first = of_attention
+    size = scores.shape[-1]
+    seen = kernels.visible(segments, attended.segments[:, :size], first)
+    if selected:
+        seen = sparse.unpack(selected[0])[..., :size]
+    log_q = jax.nn.log_softmax(scores, where=seen)
+    k = attended.k[:, :, :size]
+
+    def one(total, head):
+        q_head, k_head, lse_head = (lax.dynamic_index_in_dim(a, head, 1, keepdims=False) for a in (q, k, lse))
+        return total + jnp.exp(_dots(q_head, k_head) - lse_head[..., None]), None
+
+    total, _ = lax.scan(one, jnp.zeros_like(scores), jnp.arange(q.shape[1]))
+    real = seen & (segments > 0)[..., None]
+    return jnp.where(real, total / q.shape[1], 0), jnp.where(real, log_q, -jnp.inf)
+
+
+def _scores_backward(q, heads, k, dscores):
+    """Gradients of `_scores`: (of k [B Z H] float32, (of q, of heads))."""
+
+    def one(dk, of_head):
+        q, head = of_head
+        dots = _dots(q, k)
+        ddots = jnp.where(dots > 0, dscores * head[..., None], 0).astype(k.dtype)
+        dk += jnp.einsum("bqz,bqh->bzh", ddots, q, preferred_element_type=jnp.float32)
+        return dk, (jnp.einsum("bqz,bzh->bqh", ddots, k), jnp.sum(dscores * jax.nn.relu(dots), axis=-1))
+
+    of_heads = jnp.moveaxis(q, 1, 0), jnp.moveaxis(heads, 1, 0)
+    dk, found = lax.scan(one, jnp.zeros(k.shape, jnp.float32), of_heads)
+    return dk, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), found)
