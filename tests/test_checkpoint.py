@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxds import checkpoint, checksum
+from maxds.step import TrainState
 
 # Orbax does not wait for the other reads when one fails; they end after their event loop has.
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
@@ -27,7 +28,7 @@ def collected():
     gc.collect()
 
 
-def state_of(seed: int) -> dict[str, jax.Array]:
+def state_of(seed: int) -> TrainState:
     """Split, replicated and scalar arrays, of several dtypes."""
     draw = np.random.default_rng(seed)
     mesh = jax.make_mesh((2, 4), ("data", "fsdp"))
@@ -37,7 +38,9 @@ def state_of(seed: int) -> dict[str, jax.Array]:
         "half": (draw.standard_normal((8, 32)).astype(jnp.bfloat16), P(None, "fsdp")),
         "step": (np.int32(seed), P()),
     }
-    return {name: jax.device_put(a, NamedSharding(mesh, spec)) for name, (a, spec) in arrays.items()}
+    put = {name: jax.device_put(a, NamedSharding(mesh, spec)) for name, (a, spec) in arrays.items()}
+    weights, moments = {"split": put["split"]}, {"half": put["half"]}
+    return TrainState(put["step"], weights, moments, router_bias={}, typical_norm=put["whole"])
 
 
 def at(folder: pathlib.Path):
@@ -58,7 +61,7 @@ def run(tmp_path_factory):
 ABSTRACT = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state_of(0))
 
 
-def found(saved: checkpoint.Checkpoints) -> dict[str, jax.Array]:
+def found(saved: checkpoint.Checkpoints) -> TrainState:
     state = saved.restore(ABSTRACT, lambda about: None)
     assert state is not None
     return state
@@ -70,7 +73,7 @@ def restored(folder, warn=print):
 
 
 def equal(a, b) -> bool:
-    return all(np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes() for name in b)
+    return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
 
 
 def damages(file: pathlib.Path, draw: np.random.Generator):
@@ -103,8 +106,8 @@ def test_whatever_happens_to_a_file_the_checkpoint_is_right_or_the_one_before_is
             else:
                 file.write_bytes(left)
             state = restored(tmp_path / "run", said.append)
-            assert equal(state, states[int(state["step"])]), (file, what)
-            damaged = int(state["step"]) == 6
+            assert equal(state, states[int(state.step)]), (file, what)
+            damaged = int(state.step) == 6
             assert any("checkpoint 12 is damaged and is skipped" in line for line in said) == damaged, (file, what)
             found_out += damaged
             file.write_bytes(good)
@@ -117,7 +120,7 @@ def test_a_whole_file_of_another_checkpoint_is_found_out(run, tmp_path):
     shutil.rmtree(folder / "12" / "state")
     shutil.copytree(folder / "6" / "state", folder / "12" / "state")
     said = []
-    assert int(restored(tmp_path / "run", said.append)["step"]) == 6
+    assert int(restored(tmp_path / "run", said.append).step) == 6
     assert re.search(r"checkpoint 12 is damaged .*4 arrays have another checksum than when they were saved", said[0])
 
 
@@ -128,16 +131,16 @@ def test_a_damaged_checkpoint_neither_counts_among_those_to_keep_nor_is_deleted(
     config = at(tmp_path / "run")
     config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, keep_last=1))
     with checkpoint.open_run(config, print) as saved:
-        assert int(found(saved)["step"]) == 6
+        assert int(found(saved).step) == 6
         for step in (8, 10):
             saved.save(state_of(step), step, config, "data")
             saved.orbax.wait()
     assert {path.name for path in folder.iterdir()} == {"10", "12"}
-    assert int(restored(tmp_path / "run")["step"]) == 10
+    assert int(restored(tmp_path / "run").step) == 10
 
 
 def test_a_checksum_is_that_of_the_array_however_it_is_split():
-    whole = {name: jax.device_put(np.asarray(a)) for name, a in state_of(3).items()}
+    whole = jax.tree.map(lambda a: jax.device_put(np.asarray(a)), state_of(3))
     assert checksum.of_arrays(whole) == checksum.of_arrays(state_of(3))
 
 
