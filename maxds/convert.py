@@ -287,6 +287,8 @@ def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
 def _config_text(folder: pathlib.Path, target: pathlib.Path, model: dict[str, Any]) -> str:
     """The config of the run that a checkpoint becomes."""
     length = min(4096, model["max_position_embeddings"])
+    loss = {"mtp": 0.1} if model.get("num_nextn_predict_layers") else {}
+    loss |= {"indexer": 0.01} if model.get("index_topk") else {}
     tokenizer = str(target / TOKENIZER[0]) if (folder / TOKENIZER[0]).is_file() else "bytes"
     text = (
         f"# Converted from {folder}. Before training, set steps, data and optimizer, here or on the command line.\n",
@@ -301,7 +303,7 @@ def _config_text(folder: pathlib.Path, target: pathlib.Path, model: dict[str, An
                     "global_batch": 16,
                 },
                 "optimizer": {"lr": 1e-5},
-                **({"loss": {"mtp": 0.1}} if model.get("num_nextn_predict_layers") else {}),
+                **({"loss": loss} if loss else {}),
             },
             sort_keys=False,
         ),

@@ -28,6 +28,7 @@ TINY = {
     "V3, two modules": dataclasses.replace(tiny.V3, vocab_size=257, num_nextn_predict_layers=2),
     "V2": dataclasses.replace(tiny.V2, n_shared_experts=2),
     "V2-Lite, tied": tiny.V2_LITE,
+    "V3.2": tiny.V32,
 }
 
 
@@ -53,7 +54,9 @@ def equal(a, b):
 # ------------------------------------------------------------------------------------------ the table
 
 
-@pytest.mark.parametrize("name", ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "kimi-k2-1t"])
+@pytest.mark.parametrize(
+    "name", ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "deepseek3.2-671b", "kimi-k2-1t"]
+)
 def test_tensors_hold_every_number_of_a_state_once(name):
     model = loader.load(Config, CONFIGS / f"{name}.yaml")[0].model
     shapes = {array: tuple(s) for array, s in checkpoint.shapes(parts.abstract(model)).items()}
@@ -333,7 +336,8 @@ def test_an_mtp_module_with_an_embedding_of_its_own_is_refused(v3, tmp_path):
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
-        ({"index_topk": 2048}, ["unknown key index_topk; remove it if it changes nothing that is computed"]),
+        ({"sliding_window": 128}, ["unknown key sliding_window; remove it if it changes nothing that is computed"]),
+        ({"index_topk": 2048}, ["index_topk is 2048; a deepseek_v3 model has None"]),
         ({"kv_lora_rank": "many"}, ["model.kv_lora_rank must be an integer, not many"]),
         (
             {"hidden_act": "gelu", "rope_interleave": False, "rms_norm_eps": 1e-5, "scoring_func": "softmax"},
@@ -353,7 +357,10 @@ def test_an_mtp_module_with_an_embedding_of_its_own_is_refused(v3, tmp_path):
                 "num_key_value_heads is 1; it must be num_attention_heads=3",
             ],
         ),
-        ({"model_type": "llama"}, ["model_type is llama; maxds converts deepseek_v2, deepseek_v3, kimi_k2"]),
+        (
+            {"model_type": "llama"},
+            ["model_type is llama; maxds converts deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2"],
+        ),
     ],
 )
 def test_bad_keys_of_config_json_are_all_listed_and_nothing_is_written(v3, tmp_path, change, messages):

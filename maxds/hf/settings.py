@@ -12,17 +12,24 @@ from maxds.hf.files import FormatError
 BLOCK = 128  # of quantized weights: rows and columns that share a scale
 
 _V3 = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
+_DENSE = {"index_topk": (None,)}  # without indexers
 # Builds: what each says of the router in code, and may leave out of config.json; the first is what it means then.
 _BUILDS: dict[str, dict[str, tuple]] = {
     "deepseek_v2": {
         "scoring_func": ("softmax",),
         "topk_method": ("greedy", "group_limited_greedy"),
         "norm_topk_prob": (False,),
-    },
-    "deepseek_v3": _V3,
-    "kimi_k2": _V3,
+    }
+    | _DENSE,
+    "deepseek_v3": _V3 | _DENSE,
+    "deepseek_v32": _V3,
+    "kimi_k2": _V3 | _DENSE,
 }
-_ARCHITECTURES = {"deepseek_v2": "DeepseekV2ForCausalLM", "deepseek_v3": "DeepseekV3ForCausalLM"}
+_ARCHITECTURES = {  # the first whose choices a model has made
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "deepseek_v32": "DeepseekV32ForCausalLM",
+}
 # What else the builds have no choice in. The norms of latents have this epsilon there whatever config.json says.
 _FIXED = {
     "hidden_act": "silu",
@@ -122,9 +129,9 @@ def write(model: Model, dtype: str, eos: int | None) -> str:
     build = next((b for b in _ARCHITECTURES if all(values[k] in v for k, v in _BUILDS[b].items())), None)
     mistakes = []
     if build is None:
-        keys = "scoring_func", "topk_method", "norm_topk_prob"
+        keys = "scoring_func", "topk_method", "norm_topk_prob", "index_topk"
         found = ", ".join(f"model.{key}={values[key]}" for key in keys)
-        mistakes.append(f"no model of transformers has {found}: it has V2's and V3's combinations only")
+        mistakes.append(f"no model of transformers has {found}: it has V2's, V3's and V3.2's combinations only")
     if model.rms_norm_eps != _FIXED["rms_norm_eps"]:
         mistakes.append(f"model.rms_norm_eps={model.rms_norm_eps}: transformers has 1e-06 in the norms of latents")
     if not model.n_shared_experts:
@@ -134,5 +141,6 @@ def write(model: Model, dtype: str, eos: int | None) -> str:
     fixed = {key: value for key, value in _FIXED.items() if key not in values}
     more = {"num_key_value_heads": model.num_attention_heads, "torch_dtype": dtype, "use_cache": True}
     tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    values = {key: value for key, value in values.items() if value is not None or not key.startswith("index_")}
     about = {"architectures": [_ARCHITECTURES[build]], "model_type": build}
     return json.dumps(about | values | fixed | more | tokens, indent=2) + "\n"

@@ -183,6 +183,11 @@ def _attention(c: Model) -> list[Row]:
         _row("attention.kv_norm", "self_attn.kv_a_layernorm", "c -> c"),
         _row("attention.k_up attention.v_up", "self_attn.kv_b_proj", "c n h -> (n h) c", over="h"),
         _row("attention.out", "self_attn.o_proj", "n d v -> d (n v)"),
+        _row("attention.indexer.q", "self_attn.indexer.wq_b", "q i h -> (i h) q"),
+        _row("attention.indexer.k", "self_attn.indexer.wk", "d h -> h d"),
+        _row("attention.indexer.k_norm", "self_attn.indexer.k_norm", "h -> h"),
+        Row(("attention.indexer.k_bias",), ("self_attn.indexer.k_norm.bias",), "h -> h"),
+        _row("attention.indexer.heads", "self_attn.indexer.weights_proj", "d i -> i d"),
     ]
 
 
