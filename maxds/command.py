@@ -9,7 +9,9 @@ from absl import app, flags, logging
 
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Parses the flags and runs `main` on the rest; exits with its code, or with 2 where a flag is mistaken."""
-    logging.set_verbosity(logging.FATAL)  # of failures that are told of in one sentence, Orbax logs tracebacks
+    logging.set_verbosity(logging.WARNING)
+    # Of failures that are told of in one sentence, Orbax logs tracebacks, through absl's own logger.
+    logging.get_absl_logger().setLevel(stdlib_logging.CRITICAL)
     # Of a damaged checkpoint's many arrays, Orbax reports one and leaves the rest to be printed as never retrieved.
     stdlib_logging.getLogger("asyncio").setLevel(stdlib_logging.CRITICAL)
     app.run(main, flags_parser=_parse)
