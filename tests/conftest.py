@@ -3,10 +3,19 @@
 import jax
 import pytest
 import running
+from jax.experimental.compilation_cache import compilation_cache
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)  # programs run once here: compiling is what takes time
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_compile_cache():
+    """A cache that a test has trained with in this process is not that of later ones."""
+    yield
+    jax.config.update("jax_compilation_cache_dir", None)
+    compilation_cache.reset_cache()
 
 
 @pytest.fixture(scope="session")

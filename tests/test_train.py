@@ -22,8 +22,6 @@ def compile_cache(tmp_path_factory):
     """Runs of the same program compile it once."""
     global CACHE
     CACHE = tmp_path_factory.mktemp("cache")
-    yield
-    jax.config.update("jax_compilation_cache_dir", None)
 
 
 def load(run_dir, *overrides):

@@ -162,7 +162,7 @@ class Outcome(NamedTuple):
     load: dict[str, np.ndarray]
 
 
-@functools.cache
+@functools.lru_cache(maxsize=12)  # a program takes 2,000 of the 65,530 mappings that Linux grants a process
 def loss_and_grads(config: Config):
     return jax.jit(stepper(config).loss_and_grads)
 
