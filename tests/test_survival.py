@@ -45,7 +45,7 @@ def test_a_process_that_waits_for_a_stopped_one_exits_with_6_and_says_where_it_s
     said = report.read_text()
     assert said in err
     assert re.search(r"process 0 of 2 on \S+ made no progress for 6 s; its last was: step \d+\n", said)
-    assert "thread MainThread:" in said and "in finish_step" in said
+    assert "thread MainThread:" in said and "in one_step" in said
 
 
 HOLDS_PYTHONS_LOCK = """
