@@ -85,10 +85,12 @@ class Checkpoints:
                 step, {"state": state}, force=True, overwrite=True, custom_metadata=about
             )
 
-    def drop_half_written(self, step: int) -> None:
-        """Deletes what a save of this step has left, which takes room that the next one needs."""
-        with contextlib.suppress(OSError):  # the next start tries again
-            for left in self.folder.glob(f"{step}{_HALF_WRITTEN}*") if jax.process_index() == 0 else ():
+    def drop_half_written(self) -> None:
+        """Deletes what saves have left, which takes room that the next one needs. None may be under way."""
+        for left in self.folder.glob(f"*{_HALF_WRITTEN}*") if jax.process_index() == 0 else ():
+            with contextlib.suppress(
+                OSError
+            ):  # Orbax may still be writing there: after the next failure, or at a start
                 left.rmtree()
         with contextlib.suppress(Exception):
             self.orbax.reload()  # it has forgotten those that it would have deleted had this one been saved

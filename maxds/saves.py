@@ -128,7 +128,7 @@ class Saves:
 
     def _fail(self, failed: int, step: int) -> None:
         why = reason(self._error) if self._error else "another process could not write its part"
-        self.saved.drop_half_written(failed)
+        self.saved.drop_half_written()
         self._under_way, self._since, self.failures = None, step, self.failures + 1
         wait = min(_RETRY * 2 ** (self.failures - 1), _LONGEST_RETRY)
         self._retry = time.monotonic() + wait
