@@ -136,7 +136,7 @@ class Work:
 
 def checksum(arrays: Sequence[np.ndarray]) -> list[int]:
     """Of the bytes of each."""
-    return [zlib.crc32(np.ascontiguousarray(a).reshape(-1).view(np.uint8)) for a in arrays]
+    return [zlib.crc32(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in arrays]
 
 
 def _check_target(target: str, needed: int) -> pathlib.Path:
