@@ -88,9 +88,7 @@ class Checkpoints:
     def drop_half_written(self) -> None:
         """Deletes what saves have left, which takes room that the next one needs. None may be under way."""
         for left in self.folder.glob(f"*{_HALF_WRITTEN}*") if jax.process_index() == 0 else ():
-            with contextlib.suppress(
-                OSError
-            ):  # Orbax may still be writing there: after the next failure, or at a start
+            with contextlib.suppress(OSError):  # Orbax may still write there: the next failure, or start, tries again
                 left.rmtree()
         with contextlib.suppress(Exception):
             self.orbax.reload()  # it has forgotten those that it would have deleted had this one been saved
