@@ -16,6 +16,7 @@ from collections.abc import Iterator
 import jax
 from absl import flags
 from etils import epath
+from jax.experimental import multihost_utils
 
 from maxds import (
     checkpoint,
@@ -122,6 +123,7 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
             if program is None:
                 with log.phase("compile") as phase, watch.paused():
                     program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
+                    multihost_utils.sync_global_devices("compiled")  # the others may take long, and do not hang
             with writing(config):
                 log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
 

@@ -18,6 +18,12 @@ def no_compile_cache():
     compilation_cache.reset_cache()
 
 
+@pytest.fixture(autouse=True)
+def no_process_left():
+    yield
+    running.end_all()
+
+
 @pytest.fixture(scope="session")
 def process_cache(tmp_path_factory):
     """Compiled programs, shared by the processes that tests start."""

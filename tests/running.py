@@ -16,11 +16,13 @@ STEPS = 60
 # The learning rate does not depend on `steps`, and no checkpoint but the last is due.
 LONG = [f"steps={STEPS}", "checkpoint.every_steps=null", f"optimizer.warmup_steps={STEPS}"]
 
+_STARTED = []
+
 
 def start(run_dir, cache, *arguments, devices=8, **environment):
     """The command of the tiny config, with overrides, as a process of its own."""
     command = [sys.executable, "-m", "maxds.train", str(TINY), f"run_dir={run_dir}", f"compile_cache={cache}"]
-    return subprocess.Popen(
+    process = subprocess.Popen(
         [*command, f"mesh.cpu_devices={devices}", *arguments],
         cwd=ROOT,
         env={**os.environ, **environment},
@@ -28,6 +30,15 @@ def start(run_dir, cache, *arguments, devices=8, **environment):
         stderr=subprocess.PIPE,
         text=True,
     )
+    _STARTED.append(process)
+    return process
+
+
+def end_all():
+    """Ends what a test that failed has left running."""
+    while _STARTED:
+        with _STARTED.pop() as process:
+            process.kill()
 
 
 def start_several(count, run_dir, cache, *arguments, devices, **environment):

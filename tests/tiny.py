@@ -117,15 +117,15 @@ def batch() -> dict[str, np.ndarray]:
 
 
 @functools.cache
-def weights(model: Model) -> deepseek.Weights:
+def weights(model: Model, draw: int = 0) -> deepseek.Weights:
     """Random weights, norms included, as NumPy arrays."""
-    rng = np.random.default_rng(1)
+    rng = np.random.default_rng([1, draw])
 
-    def draw(p: params.Param) -> np.ndarray:
+    def one(p: params.Param) -> np.ndarray:
         noise = rng.standard_normal(p.shape, np.float32)
         return 1 + 0.2 * noise if p.std is None else 0.2 * noise
 
-    return params.derive(draw, deepseek.declare(model))
+    return params.derive(one, deepseek.declare(model))
 
 
 @functools.cache
@@ -142,12 +142,12 @@ def stepper(config: Config) -> step.Stepper:
 
 
 @functools.cache
-def inputs(config: Config) -> tuple:
+def inputs(config: Config, draw: int = 0) -> tuple:
     """Weights, router bias and batch, on the devices of the config's mesh."""
     s = stepper(config)
     shardings = params.shardings(s.network.declared, s.mesh)
     bias = jax.device_put(router_bias(config.model), mesh_lib.replicated(s.mesh))
-    return jax.device_put(weights(config.model), shardings), bias, s.batch(batch())
+    return jax.device_put(weights(config.model, draw), shardings), bias, s.batch(batch())
 
 
 def strictly():
@@ -168,12 +168,12 @@ def loss_and_grads(config: Config):
 
 
 @functools.cache
-def outcome(config: Config, term: str | None = None) -> Outcome:
+def outcome(config: Config, term: str | None = None, draw: int = 0) -> Outcome:
     """Gradients, sums, counts and loads of the batch: of the whole objective, or with the gradient of one term."""
     s = stepper(config)
     mode = s.probe(term) if term else s.training
     with strictly():
-        return Outcome(*jax.tree.map(np.asarray, loss_and_grads(config)(*inputs(config), mode)))
+        return Outcome(*jax.tree.map(np.asarray, loss_and_grads(config)(*inputs(config, draw), mode)))
 
 
 def objective(config: Config, found: Outcome) -> float:
