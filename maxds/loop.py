@@ -14,7 +14,7 @@ import psutil
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxds import checkpoint, metrics, saves, watchdog
+from maxds import checkpoint, goodput, metrics, saves, watchdog
 from maxds.config import Config
 from maxds.data import Batch, Data
 from maxds.step import Stepper, TrainState
@@ -53,6 +53,7 @@ class Loop:
     non_finite: int = 0
     _due: tuple[int, dict] | None = None  # a step whose metrics are still on the device
     _clock: float = 0.0  # when the step before it was finished
+    _stopwatch: goodput.Stopwatch = dataclasses.field(default_factory=goodput.Stopwatch)
 
     def run(self, stop: "Stop") -> bool:
         """Trains to config.steps, or until `stop` is asked for; then False. The last state is saved either way.
@@ -65,25 +66,32 @@ class Loop:
           checkpoint.CheckpointError: the first step has another loss than before the run was interrupted.
         """
         batches = self._batches()
-        first = next(batches)
+        first = self._next(batches)
         if self.step == 0:
-            self.check_terms(first)
+            with self._stopwatch.idle("init"):
+                self.check_terms(first)
         self._clock = time.perf_counter()
         self.one_step(first)
         self.finish_step()
         age = time.time() - psutil.Process().create_time()
         self.log.note(f"first step done {age:.1f} s after the process started")
         while self.step < self.config.steps and not stop.requested(self.step):
-            self.one_step(next(batches))
+            self.one_step(self._next(batches))
         self.finish_step()
         if self.non_finite == 0:
             self.watch.progress(f"step {self.step}, the last")
-            self.saves.save_last(self.state, self.step)
+            with self._stopwatch.idle("checkpoint"):
+                self.saves.save_last(self.state, self.step)
+        self.log.spent(self._stopwatch.take_idle(), time.perf_counter())
         return self.step == self.config.steps
 
     def _batches(self) -> Iterator[dict[str, jax.Array]]:
         mine = self.data.batches(self.step, jax.process_index(), jax.process_count())
         return (self.stepper.batch(rows) for rows in self._reading(mine))
+
+    def _next(self, batches: Iterator[dict[str, jax.Array]]) -> dict[str, jax.Array]:
+        with self._stopwatch.idle("data"):
+            return next(batches)
 
     def _reading(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         try:
@@ -100,7 +108,9 @@ class Loop:
         if profile and self.step == profile.start:
             self.finish_step()
             jax.profiler.start_trace(str(epath.Path(self.config.run_dir).expanduser() / "profile"))
+        self._stopwatch.begin_step()
         self.state, computed = self.program(self.state, batch, self.stepper.training)
+        self._stopwatch.run_step(computed)
         self.finish_step()
         self.step += 1
         self._due = self.step, computed
@@ -110,7 +120,13 @@ class Loop:
             self.log.note(f"profile of steps {profile.start + 1}-{self.step} written to {self.config.run_dir}/profile")
         if self._wants_eval():
             self.finish_step()
-            self.evaluate()
+            with self._stopwatch.idle("evaluation"):
+                self.evaluate()
+        with self._stopwatch.idle("checkpoint"):
+            self.look_after_saves()
+
+    def look_after_saves(self) -> None:
+        """Learns what became of the last one, and begins another where one is due."""
         self.saves.look(self.step)
         if self.saves.due(self.step):
             self.finish_step()
@@ -128,7 +144,8 @@ class Loop:
         self.watch.progress(f"step {step}")
         now = time.perf_counter()
         self.check_repeated(step, found)
-        self.log.step(step, found | {"failed_saves": self.saves.failures}, now - self._clock)
+        told = self.log.spent(*self._stopwatch.finished(), step)
+        self.log.step(step, found | {"failed_saves": self.saves.failures} | told, now - self._clock)
         self._clock = now
         self._judge(step, found)
 

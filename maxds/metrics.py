@@ -19,9 +19,9 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from maxds import flops
+from maxds import flops, goodput, records
 from maxds.config import Config
-from maxds.records import EVALS, STEPS, Records
+from maxds.records import EVALS, STEPS, TIMES, Records
 
 
 @dataclasses.dataclass
@@ -53,10 +53,12 @@ class Log:
 
     _records: Records  # from `start` on, in the primary process
     _rates: Rates
+    _account: goodput.Account
 
     def __init__(self, config: Config, primary: bool = True):
         self.config, self.primary = config, primary
         self._terminal = primary and sys.stdout.isatty()
+        self._phases: dict[str, float] = {}  # seconds of each
         self._bar: tqdm | None = None
         self._recent: collections.deque[float] = collections.deque(maxlen=20)  # seconds of steps, for the ETA
         self._unshown: list[float] = []  # seconds of the steps since the last line
@@ -75,7 +77,8 @@ class Log:
         if self._terminal:  # so that a long phase is not silent
             print(f"{name} …", end="\r", flush=True)
         yield phase
-        self.note(f"{name:<12}{phase.detail:<60}{time.perf_counter() - start:8.1f} s")
+        self._phases[name] = time.perf_counter() - start
+        self.note(f"{name:<12}{phase.detail:<60}{self._phases[name]:8.1f} s")
 
     def start(self, done: int, device_kind: str, num_devices: int) -> None:
         """Opens the files of the run. Call it once, before the first step.
@@ -94,6 +97,8 @@ class Log:
         known = f"{peak / 1e12:,.0f} TFLOP/s of {device_kind}" if peak else f"unknown for {device_kind}"
         self.note(f"MFU         {flops.FORMULA}: {token_flops / 1e9:,.4g} GFLOP a token; peak {known}")
         self._records = self._closing.enter_context(Records(self.config.run_dir, done, self.alarm))
+        self._account = goodput.Account(records.read(self.config.run_dir, TIMES))
+        self._add_time(goodput.start(done, self._phases))
         if self._terminal:
             size = shutil.get_terminal_size()  # also where the terminal says that it has none
             shape = {"ncols": size.columns, "nrows": size.lines, "bar_format": "{n_fmt}/{total_fmt} {bar} {desc}"}
@@ -123,6 +128,28 @@ class Log:
         if step % self.config.log_every_steps == 0 or step == self.config.steps:
             self._show(step, row | self._rates.of(statistics.fmean(self._unshown)))
             self._unshown.clear()
+
+    def spent(self, spent: Mapping[str, float], end: float, step: int | None = None) -> dict[str, Any]:
+        """Records what time was spent on, since what was recorded before.
+
+        Args:
+          spent: seconds, by goodput.KINDS.
+          end: when that time ended, by time.perf_counter.
+          step: the step that it ended with, if any.
+
+        Returns:
+          What a step's metrics tell of it: `spent`, and the `goodput` of the run until then.
+        """
+        if not self.primary:
+            return {}
+        spent = {kind: round(seconds, 6) for kind, seconds in spent.items()}
+        row = {} if step is None else {"step": step}
+        self._add_time({"time": time.time() - (time.perf_counter() - end), **row, "spent": spent})
+        return {"spent": spent, "goodput": self._account.goodput}
+
+    def _add_time(self, row: dict[str, Any]) -> None:
+        self._account.add(row)
+        self._records.append(TIMES, row)
 
     def _show(self, step: int, row: dict[str, Any]) -> None:
         steps = self.config.steps
@@ -172,7 +199,7 @@ def _plain(value: Any) -> Any:
 def _scalars(row: dict[str, Any]) -> dict[str, float | None]:
     """A step's row as TensorBoard's tags and values; of the imbalance of layers, the highest and the mean."""
     flat = {name: value for name, value in row.items() if not isinstance(value, dict) and name != "step"}
-    flat |= {f"terms/{name}": value for name, value in row["terms"].items()}
+    flat |= {f"{key}/{name}": value for key in ("terms", "spent") for name, value in row.get(key, {}).items()}
     for stack, layers in row["imbalance"].items():
         flat |= {f"imbalance/{stack}_max": max(layers), f"imbalance/{stack}_mean": statistics.fmean(layers)}
     return flat

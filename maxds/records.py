@@ -2,11 +2,13 @@
 
     RUN/metrics.jsonl   one object a step
     RUN/eval.jsonl      one object an evaluation
+    RUN/time.jsonl      one object a start and a step, of `goodput.py`
     RUN/tensorboard     the same as scalars
 
 Every line is complete on disk before the next step begins, while the storage takes it, and a resumed run continues the
-files, so that they hold each step once. Object stores cannot append: for a `run_dir` such as gs://…, the files grow in
-a local folder and are copied up by `flush`, which belongs to a checkpoint; a killed run resumes from there anyway.
+files, so that they hold each step once (time.jsonl: each time it was taken). Object stores cannot append: for a
+`run_dir` such as gs://…, the files grow in a local folder and are copied up by `flush`, which belongs to a checkpoint;
+a killed run resumes from there anyway.
 """
 
 import contextlib
@@ -27,7 +29,7 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog  # pyright: ignore[re
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.summary import scalar
 
-STEPS, EVALS = "metrics.jsonl", "eval.jsonl"
+STEPS, EVALS, TIMES = "metrics.jsonl", "eval.jsonl", "time.jsonl"
 
 
 def read(run_dir: str | os.PathLike, name: str) -> Iterator[dict[str, Any]]:
@@ -48,7 +50,7 @@ class Records:
 
     Args:
       run_dir: a folder, created where it is missing, or the address of one.
-      done: what the files hold of steps beyond this one is dropped.
+      done: what the files hold of steps beyond this one is dropped, but for TIMES.
       alarm: is told, once, that the files cannot be written.
 
     Raises:
@@ -61,7 +63,7 @@ class Records:
         scratch = self._closing.enter_context(tempfile.TemporaryDirectory()) if self._remote else None
         self._local = pathlib.Path(scratch or run_dir)
         self._local.mkdir(parents=True, exist_ok=True)
-        self._open = {name: self._closing.enter_context(self._resume(name, done)) for name in (STEPS, EVALS)}
+        self._open = {name: self._closing.enter_context(self._resume(name, done)) for name in (STEPS, EVALS, TIMES)}
         self._owed = dict.fromkeys(self._open, b"")  # lines that could not be written yet
         self._failing = False
         (self._local / "tensorboard").mkdir(exist_ok=True)
@@ -69,11 +71,11 @@ class Records:
         self._board: EventsWriter | None = self._open_board()
 
     def _resume(self, name: str, done: int) -> io.FileIO:
-        """Opens a file to append to, after what it holds of the steps up to `done`."""
+        """Opens a file to append to, after what it is to hold of earlier starts."""
         path = self._local / name
         draft = path.with_suffix(".tmp")  # whoever is killed here leaves the old file
         with draft.open("w") as file:
-            file.writelines(_line(row) for row in read(self._run, name) if row["step"] <= done)
+            file.writelines(_line(row) for row in read(self._run, name) if name == TIMES or row["step"] <= done)
         draft.replace(path)
         return path.open("ab", buffering=0)  # what was not written is known to the byte
 

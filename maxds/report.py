@@ -1,4 +1,4 @@
-"""One picture of a run: `python -m maxds.report RUN` draws RUN/report.png out of what the run has logged so far."""
+"""A run as a picture and a table: `python -m maxds.report RUN` draws RUN/report.png, and tells where the time went."""
 
 import contextlib
 import io
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from maxds import command, describe, loader, records
+from maxds import command, describe, goodput, loader, records
 from maxds.config import Config
 
 _STYLE: dict[Any, Any] = {
@@ -62,6 +62,12 @@ def write(run_dir: str | os.PathLike) -> epath.Path:
     path = run / "report.png"
     path.write_bytes(picture.getvalue())
     return path
+
+
+def table(run_dir: str | os.PathLike) -> str:
+    """Where the time of the run went, for people; empty where it has not recorded that."""
+    account = goodput.Account(records.read(run_dir, records.TIMES))
+    return account.table() if account.starts else ""
 
 
 def _flat(row: dict) -> dict[str, float | None]:
@@ -187,11 +193,12 @@ def _smooth(y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def main(argv: list[str]) -> None:
-    """The command: draws the picture of the run that its one argument names; exits with 2 where it cannot."""
+    """The command: draws the run that its one argument names, and tells its times; exits with 2 where it cannot."""
     problem = "usage: python -m maxds.report RUN"
     if len(argv) == 2:
         try:
-            print(write(argv[1]))
+            path = write(argv[1])
+            print(*filter(None, (table(argv[1]), path)), sep="\n")
             return
         except NoMetricsError as error:
             problem = str(error)

@@ -142,7 +142,12 @@ def test_a_resumed_run_holds_each_step_once(tmp_path):
     expected = [(1, 1.0), (2, 1.0), (3, 1.0), (4, 2.0), (5, 2.0), (6, 2.0)]
     assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == expected
     assert [(row["step"], row["eval"]["main"]) for row in rows(tmp_path, records.EVALS)] == expected
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["eval.jsonl", "metrics.jsonl", "tensorboard"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "eval.jsonl",
+        "metrics.jsonl",
+        "tensorboard",
+        "time.jsonl",
+    ]
 
 
 def test_a_line_that_was_torn_is_left_out(tmp_path):

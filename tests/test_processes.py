@@ -1,13 +1,17 @@
 """The command as a user starts it: real processes, real signals, real files."""
 
+import json
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 from running import DEADLINE, LONG, ROOT, STEPS, TINY, finish, losses, rows, start, start_several, wait_for_steps
+
+from maxds import goodput, records
 
 
 def test_sigterm_saves_and_exits_with_3_and_the_same_command_goes_on_to_the_bit(tmp_path, process_cache, straight):
@@ -33,6 +37,31 @@ def test_a_killed_run_resumes_from_its_last_checkpoint_and_has_each_step_once(tm
     code, _, err = finish(start(tmp_path, process_cache, *every))
     assert code == 0, err
     assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
+
+
+def test_the_time_of_a_killed_run_is_accounted_for_over_both_of_its_starts(tmp_path, process_cache):
+    arguments, begin = [*LONG, "checkpoint.every_steps=20"], time.time()
+    process = start(tmp_path, process_cache, *arguments)
+    wait_for_steps(process, tmp_path, 43)  # checkpoint 20 is complete by the time that 40 is due
+    process.kill()
+    process.communicate()
+    killed = len(losses(tmp_path))
+    code, out, err = finish(start(tmp_path, process_cache, *arguments))
+    assert code == 0, err
+    resumed = int(re.search(r"restored from checkpoint (\d+)", out)[1])
+    steps = [json.loads(line) for line in (tmp_path / "time.jsonl").read_text().splitlines() if '"step"' in line]
+    steps = [(row["step"], row["spent"]["step"]) for row in steps if "step" in row]
+    assert [number for number, _ in steps] == [*range(1, killed + 1), *range(resumed + 1, STEPS + 1)]
+    account = goodput.Account(records.read(tmp_path, records.TIMES))
+    spent = account.seconds()
+    assert spent["lost"] == pytest.approx(sum(seconds for number, seconds in steps[:killed] if number > resumed))
+    assert spent["step"] + spent["lost"] == pytest.approx(sum(seconds for _, seconds in steps))
+    assert account.starts == 2 and spent["lost"] > 0 and spent["restore"] > 0 and spent["compile"] > 0
+    assert sum(spent.values()) == pytest.approx(account.wall) and account.wall < time.time() - begin
+    assert 0 <= spent["other"] < 0.1 * account.wall
+    ran = subprocess.run([sys.executable, "-m", "maxds.report", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert ran.stdout.startswith(account.table()), ran.stderr
+    assert rows(tmp_path)[-1]["goodput"] == pytest.approx(account.goodput, rel=0.5)  # then the last save followed
 
 
 def test_a_restart_compiles_nothing_that_the_first_start_kept(tmp_path):

@@ -8,8 +8,9 @@ import sys
 import matplotlib.image
 import numpy as np
 import pytest
+from test_goodput import INTERRUPTED
 
-from maxds import loader, metrics, records, report
+from maxds import goodput, loader, metrics, records, report
 from maxds.config import Config
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
@@ -60,6 +61,7 @@ def test_a_run_is_drawn_without_its_config_and_its_evaluations(tmp_path):
     whole = report.write(tmp_path / "run").read_bytes()
     (tmp_path / "run/config.yaml").write_text("model: of another version")
     (tmp_path / "run" / records.EVALS).unlink()
+    (tmp_path / "run" / records.TIMES).unlink()
     assert report.write(tmp_path / "run").read_bytes() != whole
 
 
@@ -71,11 +73,13 @@ def test_a_run_of_nothing_but_nan_is_drawn(tmp_path):
     assert report.write(tmp_path / "run").exists()
 
 
-def test_the_command_draws_and_says_where(tmp_path):
+def test_the_command_tells_where_the_time_went_draws_and_says_where(tmp_path):
     log_run(tmp_path / "run", 3)
+    (tmp_path / "run" / records.TIMES).write_text("".join(json.dumps(row) + "\n" for row in INTERRUPTED))
+    table = goodput.Account(INTERRUPTED).table()
     command = [sys.executable, "-m", "maxds.report", str(tmp_path / "run")]
     result = subprocess.run(command, capture_output=True, text=True)
-    assert (result.returncode, result.stdout) == (0, f"{tmp_path}/run/report.png\n")
+    assert (result.returncode, result.stdout) == (0, f"{table}\n{tmp_path}/run/report.png\n")
     assert (tmp_path / "run/report.png").exists()
 
 

@@ -15,7 +15,7 @@ ORDER = """command config nodes loader mesh quantize params schedule
     optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
-    data checksum checkpoint parts records metrics report trained generate score watchdog saves loop train
+    data checksum checkpoint parts records goodput metrics report trained generate score watchdog saves loop train
     hf hf.files hf.table hf.settings convert
     compile cluster jobset launch doctor""".split()
 ONLY = {"flops": {"config"}, "quantize": set(), "schedule": {"quantize", "params"}}  # less than the order would allow
@@ -63,7 +63,7 @@ WORDS = {
     r"psum\(": {"params", "step"},
     r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.indexer", "model.moe"},
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {
-        *("command", "nodes", "loader", "mesh", "data", "checkpoint", "records", "metrics", "report"),
+        *("command", "nodes", "loader", "mesh", "data", "checkpoint", "records", "goodput", "metrics", "report"),
         *("trained", "generate", "score", "watchdog", "saves", "loop", "train", "compile", "launch", "doctor"),
         *("aot.executable", "aot.topology", "aot.picture", "parts", "hf.files", "hf.settings", "convert"),
     },
