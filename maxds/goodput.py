@@ -8,14 +8,19 @@ not counted: seconds of data, checkpoints and so on are those in which the devic
 """
 
 import contextlib
+import math
+import socket
+import statistics
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
+import numpy as np
 import psutil
+from jax.experimental import multihost_utils
 
 # What people see of each kind of time; all but the last come from the records.
 KINDS = {
@@ -30,6 +35,9 @@ KINDS = {
     "down": "down: from the last record to the next start",
     "other": "other",
 }
+
+_COMPARED = 64  # steps after which processes are compared, and some at the start; each delays a step by milliseconds
+_STANDS_OUT = 0.05  # of the time: how much later than the median a straggler is
 
 
 class Account:
@@ -86,20 +94,26 @@ class Account:
         return "\n".join([*lines, f"goodput     {self.goodput:.1%}"])
 
 
+def process_age() -> float:
+    """Seconds since this process was started.
+
+    The system knows to the second only when that was, but to the hundredth how long after it had booted.
+    """
+    booted = psutil.Process().create_time() - psutil.boot_time()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - booted
+
+
 def start(done: int, phases: Mapping[str, float]) -> dict[str, Any]:
     """The record of a start that goes on after `done` steps: seconds by kind since this process was started.
 
     Args:
       phases: the seconds of those of metrics.Log.phase.
     """
-    # The system says to the second only when a process was started, but to the hundredth how long after it had booted.
-    booted = psutil.Process().create_time() - psutil.boot_time()
-    age = time.clock_gettime(time.CLOCK_BOOTTIME) - booted
+    now, age = time.time(), process_age()
     spent = {
         "restore": phases.get("state", 0.0) if done else 0.0,
         "compile": phases.get("compile", 0.0) + phases.get("load", 0.0),
     }
-    now = time.time()
     return {"time": now, "began": now - age, "done": done, "spent": {"init": age - sum(spent.values()), **spent}}
 
 
@@ -114,15 +128,20 @@ class Stopwatch:
         self._end: Future[float] = Future()  # of the step that was dispatched last
         self._end.set_result(time.perf_counter())
         self._idle: dict[str, float] = {}  # since then
+        self.late = np.zeros(2)  # seconds in all, before steps, of data and of what nobody named: this process's own
         self._begun: tuple[dict[str, float], float] = {}, 0.0  # the idle time before a step, and its dispatch
         self._steps: deque[tuple[dict[str, float], float, Future[float], Future[float]]] = deque()
 
     @contextlib.contextmanager
     def idle(self, kind: str) -> Iterator[None]:
-        """The devices wait for what happens inside the block, once they are done with what they have."""
-        begin = time.perf_counter()
+        """The devices wait for what happens inside the block, once they are done with what they have.
+
+        Of blocks within each other, the inner one counts. `other` is for what waits for other processes.
+        """
+        begin, named = time.perf_counter(), sum(self._idle.values())
         yield
-        self._idle[kind] = self._idle.get(kind, 0.0) + self._since_end(begin)
+        inner = sum(self._idle.values()) - named
+        self._idle[kind] = self._idle.get(kind, 0.0) + self._since_end(begin) - inner
 
     def _since_end(self, begin: float = 0.0) -> float:
         """Seconds since `begin` or the end of the last step, whichever is later; none if that is still under way."""
@@ -131,7 +150,9 @@ class Stopwatch:
     def take_idle(self) -> dict[str, float]:
         """Seconds since the end of the last step, by kind; what nobody named is `other`."""
         named, self._idle = self._idle, {}
-        return named | {"other": self._since_end() - sum(named.values())}
+        unnamed = self._since_end() - sum(named.values())
+        self.late += named.get("data", 0.0), unnamed
+        return named | {"other": named.get("other", 0.0) + unnamed}
 
     def begin_step(self) -> None:
         """Call it right before a step is dispatched."""
@@ -154,3 +175,50 @@ class Stopwatch:
 def _end_of(computed: Any) -> float:
     jax.block_until_ready(computed)
     return time.perf_counter()
+
+
+class Hosts:
+    """Compares processes by how late they dispatch steps, and says which one the others wait for.
+
+    A step takes all of them equally long, and begins when the last of them dispatches it. One whose devices or links
+    are slow is not seen: the devices of the others wait for it within the step.
+    """
+
+    def __init__(self, note: Callable[[str], None]):
+        padded = socket.gethostname().encode()[:64].ljust(64)
+        hosts = multihost_utils.process_allgather(np.frombuffer(padded, np.uint8))
+        self._names = [f"process {i} on {bytes(host).decode().rstrip()}" for i, host in enumerate(hosts)]
+        self._note, self._steps, self._last_step, self._straggler = note, 0, 0, None
+        self._since, self._late = -math.inf, np.zeros(2)  # nobody is blamed for the time before the first step
+
+    def compare(self, late: np.ndarray, spent: dict[str, float]) -> dict[str, Any]:
+        """Compares after some of the steps; all processes call it after all of them.
+
+        Args:
+          late: Stopwatch.late.
+          spent: seconds of the step by kind. Those that this process took to be of steps, but in which it waited for
+            the latest one, become what that one needed them for: also those of earlier steps, not compared before.
+
+        Returns:
+          What the step's metrics tell of `hosts`: how many seconds each was late since the last time, and a straggler.
+        """
+        self._steps += 1
+        if len(self._names) == 1 or (self._steps % _COMPARED and self._steps not in (1, 8, 16, 32)):
+            return {}
+        now, kinds = time.perf_counter(), multihost_utils.process_allgather(np.float32(late - self._late))
+        seconds, steps, total = now - self._since, self._steps - self._last_step, kinds.sum(1)
+        self._since, self._last_step, self._late = now, self._steps, late.copy()
+        latest = int(np.argmax(total))
+        waited = kinds[latest] - kinds[jax.process_index()]
+        for kind, more in zip(("data", "other", "step"), (*waited, -waited.sum()), strict=True):
+            spent[kind] = spent.get(kind, 0.0) + float(more)
+        more = float(total[latest] - statistics.median_low(total.tolist()))
+        before, self._straggler = self._straggler, self._names[latest] if more > _STANDS_OUT * seconds else None
+        if self._straggler not in (None, before):
+            self._note(
+                f"{self._straggler} is late: the others waited {more:.2f} s for it in {steps} steps, "
+                f"{more / seconds:.0%} of their time; {kinds[latest, 0]:.2f} s of what it was late went to waiting for "
+                f"data, {kinds[latest, 1]:.2f} s to other work of its host"
+            )
+        late_by_name = {name: round(float(value), 6) for name, value in zip(self._names, total, strict=True)}
+        return {"hosts": {"late": late_by_name, "straggler": self._straggler}}

@@ -10,7 +10,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import psutil
 from etils import epath
 from jax.experimental import multihost_utils
 
@@ -49,6 +48,7 @@ class Loop:
     state: TrainState
     step: int  # batches consumed
     program: Any  # the compiled train step
+    hosts: goodput.Hosts
     logged: dict[str, Any] | None = None  # what the next step gave before the run was interrupted, if it was taken then
     non_finite: int = 0
     _due: tuple[int, dict] | None = None  # a step whose metrics are still on the device
@@ -73,8 +73,7 @@ class Loop:
         self._clock = time.perf_counter()
         self.one_step(first)
         self.finish_step()
-        age = time.time() - psutil.Process().create_time()
-        self.log.note(f"first step done {age:.1f} s after the process started")
+        self.log.note(f"first step done {goodput.process_age():.1f} s after the process started")
         while self.step < self.config.steps and not stop.requested(self.step):
             self.one_step(self._next(batches))
         self.finish_step()
@@ -144,8 +143,11 @@ class Loop:
         self.watch.progress(f"step {step}")
         now = time.perf_counter()
         self.check_repeated(step, found)
-        told = self.log.spent(*self._stopwatch.finished(), step)
-        self.log.step(step, found | {"failed_saves": self.saves.failures} | told, now - self._clock)
+        spent, end = self._stopwatch.finished()
+        with self._stopwatch.idle("other"):
+            compared = self.hosts.compare(self._stopwatch.late, spent)
+        told = {"failed_saves": self.saves.failures, **self.log.spent(spent, end, step), **compared}
+        self.log.step(step, found | told, now - self._clock)
         self._clock = now
         self._judge(step, found)
 

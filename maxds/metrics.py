@@ -200,6 +200,8 @@ def _scalars(row: dict[str, Any]) -> dict[str, float | None]:
     """A step's row as TensorBoard's tags and values; of the imbalance of layers, the highest and the mean."""
     flat = {name: value for name, value in row.items() if not isinstance(value, dict) and name != "step"}
     flat |= {f"{key}/{name}": value for key in ("terms", "spent") for name, value in row.get(key, {}).items()}
+    if late := row.get("hosts", {}).get("late"):
+        flat |= {"late/max": max(late.values()), "late/median": statistics.median(late.values())}
     for stack, layers in row["imbalance"].items():
         flat |= {f"imbalance/{stack}_max": max(layers), f"imbalance/{stack}_mean": statistics.fmean(layers)}
     return flat

@@ -23,6 +23,7 @@ from maxds import (
     command,
     describe,
     generate,
+    goodput,
     loader,
     loop,
     metrics,
@@ -131,7 +132,8 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
                 saved.save(state, step, config, data.fingerprint)
 
             saving = saves.Saves(saved, log, save, last=done or None)
-            training = loop.Loop(config, stepper, data, saving, log, watch, state, done, program, logged)
+            hosts = goodput.Hosts(log.note)
+            training = loop.Loop(config, stepper, data, saving, log, watch, state, done, program, hosts, logged)
             finished = training.run(stop)
         if not finished:
             log.note(f"stopped by {stop.name} after step {training.step}; run the same command to go on")

@@ -2,6 +2,8 @@
 
 import itertools
 import random
+import subprocess
+import sys
 import threading
 import time
 
@@ -139,6 +141,19 @@ def test_of_a_wait_that_outlasts_the_devices_only_the_rest_costs():
     assert spent[0]["step"] > 0.5
 
 
+def test_of_waits_within_each_other_each_second_counts_once_and_what_is_named_is_not_the_hosts_own_delay():
+    watch = goodput.Stopwatch()
+    with watch.idle("checkpoint"):
+        time.sleep(0.1)
+        with watch.idle("other"):
+            time.sleep(0.2)
+    time.sleep(0.05)
+    run(watch).end()
+    spent, _ = watch.finished()
+    assert 0.1 <= spent["checkpoint"] < 0.2 and 0.25 <= spent["other"] < 0.35
+    assert 0.05 <= watch.late[1] < 0.15 and watch.late[0] == 0
+
+
 def test_the_times_of_steps_follow_each_other_without_a_gap():
     watch, begin = goodput.Stopwatch(), time.perf_counter()
     for kind in ("init", "data", "checkpoint"):
@@ -148,6 +163,15 @@ def test_the_times_of_steps_follow_each_other_without_a_gap():
     found = [watch.finished() for _ in range(3)]
     for (_, before), (spent, end) in itertools.pairwise([({}, begin), *found]):
         assert sum(spent.values()) == pytest.approx(end - before, abs=1e-4)
+
+
+def test_a_process_knows_its_age_to_half_a_second():
+    code = "from maxds import goodput; print(goodput.process_age(), flush=True); input()"
+    begin = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        age, waited = float(process.stdout.readline()), time.monotonic() - begin
+        process.stdin.write(b"\n")
+    assert waited - 0.5 < age < waited + 0.05  # the start of the process itself takes a while
 
 
 def test_a_start_counts_from_when_the_process_was_started():

@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -106,6 +107,38 @@ def test_two_processes_train_as_one_stop_together_and_one_alone_goes_on(tmp_path
     assert not re.search("mesh|step|checkpoint", ended[1][1])  # the first one speaks for all; Gloo may still chatter
     assert finish(start(tmp_path, process_cache, *LONG))[0] == 0
     assert losses(tmp_path) == pytest.approx(straight, rel=1e-5)
+
+
+SLOW_DATA = """
+import os, time
+from maxds.data import Data
+
+def slow(*args, read=Data.batches):
+    for batch in read(*args):
+        time.sleep(1)
+        yield batch
+
+if os.environ["JAX_PROCESS_ID"] == "1":
+    Data.batches = slow
+"""
+
+
+def test_a_process_that_is_late_with_its_data_is_named_and_the_others_know_that_they_waited(tmp_path, process_cache):
+    (tmp_path / "sitecustomize.py").write_text(SLOW_DATA)  # Python runs it first
+    first, _ = start_several(2, tmp_path / "run", process_cache, *LONG, devices=4, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    wait_for_steps(first, tmp_path / "run", 8)
+    first.kill()
+    out, _ = first.communicate()
+    host = socket.gethostname()
+    (line,) = re.findall(r".* is late: .*", out)
+    assert line.startswith(f"process 1 on {host} is late: the others waited ") and " in 7 steps, " in line
+    found = {row["step"]: row for row in rows(tmp_path / "run")}
+    late = found[8]["hosts"]["late"]
+    assert found[8]["hosts"]["straggler"] == f"process 1 on {host}" and found[1]["hosts"]["straggler"] is None
+    assert late[f"process 1 on {host}"] > 1 > late[f"process 0 on {host}"] >= 0
+    seconds = goodput.Account(records.read(tmp_path / "run", records.TIMES)).seconds()
+    assert seconds["data"] >= late[f"process 1 on {host}"]  # though the first process never waited for its own
+    assert [number for number, row in found.items() if "hosts" in row] == [1, 8]  # nothing is gathered at other steps
 
 
 @pytest.mark.parametrize("command", ["train", "generate", "score", "report"])
