@@ -2,12 +2,14 @@
 
 import io
 import json
+import math
 import os
 import pathlib
 import signal
 import struct
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -208,6 +210,34 @@ def test_an_object_store_gets_the_files_at_a_flush_and_at_the_end(tmp_path, monk
         log.step(2, values(7), 1.0)
     assert [(row["step"], row["loss"]) for row in rows(tmp_path / "run")] == [(1, 2.5), (2, 7)]
     assert (2, "loss", 7) in events(tmp_path / "run/tensorboard")
+
+
+@pytest.mark.parametrize(("seconds", "copied"), [(0, [1, 2, 3]), (1000, [])])
+def test_an_object_store_gets_the_times_of_steps_now_and_then_for_what_a_kill_loses_is_counted(
+    tmp_path, monkeypatch, seconds, copied
+):
+    monkeypatch.setattr(epath, "Path", lambda url: pathlib.Path(str(url).replace("store://", f"{tmp_path}/")))
+    monkeypatch.setattr(records, "_COPY_SECONDS", seconds)
+    monkeypatch.setattr(records, "_COPY_SHARE", math.inf)
+    with metrics.Log(load("store://run")) as log:
+        log.start(0, "cpu", 1)
+        for step in (1, 2, 3):
+            log.spent({"step": 1.0}, time.perf_counter(), step)
+        times = rows(tmp_path / "run", records.TIMES)
+    assert [row.get("step") for row in times] == [None, *copied]  # the start is copied at once
+    assert [row.get("step") for row in rows(tmp_path / "run", records.TIMES)] == [None, 1, 2, 3]
+
+
+def test_what_is_copied_slowly_is_copied_seldom(tmp_path, monkeypatch):
+    monkeypatch.setattr(epath, "Path", lambda url: pathlib.Path(str(url).replace("store://", f"{tmp_path}/")))
+    monkeypatch.setattr(records, "_COPY_SECONDS", 0)
+    copies, copy = [], records.Records._copy
+    monkeypatch.setattr(records.Records, "_copy", lambda *args: (time.sleep(0.01), copies.append(args[1]), copy(*args)))
+    with metrics.Log(load("store://run")) as log:
+        log.start(0, "cpu", 1)
+        for step in range(20):
+            log.spent({"step": 1.0}, time.perf_counter(), step)
+        assert len(copies) == 1  # the next is due ten seconds later
 
 
 # ------------------------------------------------------------------------------------- console
