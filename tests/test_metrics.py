@@ -184,12 +184,17 @@ def killed_after(steps):
 def test_scalars_reach_tensorboard(tmp_path):
     with metrics.Log(load(tmp_path)) as log:
         log.start(0, "cpu", 1)
-        log.step(1, values(), 0.5)
+        late = {"process 0 on a": 0.5, "process 1 on b": 2.0, "process 2 on c": 1.0}
+        hosts = {"late": late, "straggler": "process 1 on b"}
+        log.step(1, values(hosts=hosts, **log.spent({"data": 0.125, "step": 0.375}, time.perf_counter(), 1)), 0.5)
         log.step(2, values(np.nan), 0.5)
         log.eval(2, {"main": np.float32(2.25)})
     found = {(step, tag): value for step, tag, value in events(tmp_path / "tensorboard")}
     assert found[1, "loss"] == 2.5
     assert (2, "loss") not in found
+    assert rows(tmp_path)[0]["hosts"] == hosts
+    assert (found[1, "late/max"], found[1, "late/median"], found[1, "spent/data"]) == (2.0, 1.0, 0.125)
+    assert 0 < found[1, "goodput"] < 1
     assert found[1, "imbalance/moe_layers_max"] == 1.5
     assert found[1, "imbalance/moe_layers_mean"] == 1.375
     assert found[2, "eval/main"] == 2.25

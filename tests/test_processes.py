@@ -1,6 +1,7 @@
 """The command as a user starts it: real processes, real signals, real files."""
 
-import json
+import dataclasses
+import pathlib
 import re
 import shutil
 import signal
@@ -29,40 +30,51 @@ def test_sigterm_saves_and_exits_with_3_and_the_same_command_goes_on_to_the_bit(
     assert losses(tmp_path) == straight
 
 
-def test_a_killed_run_resumes_from_its_last_checkpoint_and_has_each_step_once(tmp_path, process_cache):
-    every = [*LONG, "checkpoint.every_steps=2"]
-    process = start(tmp_path, process_cache, *every)
-    wait_for_steps(process, tmp_path, 7)
-    process.kill()
-    process.communicate()
-    code, _, err = finish(start(tmp_path, process_cache, *every))
-    assert code == 0, err
-    assert [row["step"] for row in rows(tmp_path)] == list(range(1, STEPS + 1))
+@dataclasses.dataclass
+class Killed:
+    """A run that was killed, and that the same command then brought to its end."""
+
+    folder: pathlib.Path
+    taken: int  # steps before it was killed
+    resumed: int  # the checkpoint that it went on from
+    seconds: float  # from before its first start to after its end
 
 
-def test_the_time_of_a_killed_run_is_accounted_for_over_both_of_its_starts(tmp_path, process_cache):
-    arguments, begin = [*LONG, "checkpoint.every_steps=20"], time.time()
-    process = start(tmp_path, process_cache, *arguments)
-    wait_for_steps(process, tmp_path, 43)  # checkpoint 20 is complete by the time that 40 is due
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory, process_cache):
+    folder, arguments, begin = tmp_path_factory.mktemp("killed"), [*LONG, "checkpoint.every_steps=20"], time.time()
+    process = start(folder, process_cache, *arguments)
+    wait_for_steps(process, folder, 43)  # checkpoint 20 is complete by the time that 40 is due
     process.kill()
     process.communicate()
-    killed = len(losses(tmp_path))
-    code, out, err = finish(start(tmp_path, process_cache, *arguments))
+    taken = len(losses(folder))
+    code, out, err = finish(start(folder, process_cache, *arguments))
     assert code == 0, err
-    resumed = int(re.search(r"restored from checkpoint (\d+)", out)[1])
-    steps = [json.loads(line) for line in (tmp_path / "time.jsonl").read_text().splitlines() if '"step"' in line]
-    steps = [(row["step"], row["spent"]["step"]) for row in steps if "step" in row]
-    assert [number for number, _ in steps] == [*range(1, killed + 1), *range(resumed + 1, STEPS + 1)]
-    account = goodput.Account(records.read(tmp_path, records.TIMES))
-    spent = account.seconds()
-    assert spent["lost"] == pytest.approx(sum(seconds for number, seconds in steps[:killed] if number > resumed))
-    assert spent["step"] + spent["lost"] == pytest.approx(sum(seconds for _, seconds in steps))
-    assert account.starts == 2 and spent["lost"] > 0 and spent["restore"] > 0 and spent["compile"] > 0
-    assert sum(spent.values()) == pytest.approx(account.wall) and account.wall < time.time() - begin
+    resumed = re.search(r"restored from checkpoint (\d+)", out)
+    assert resumed, out
+    return Killed(folder, taken, int(resumed[1]), time.time() - begin)
+
+
+def test_a_killed_run_resumes_from_its_last_checkpoint_and_has_each_step_once(killed):
+    assert killed.resumed in (20, 40)
+    assert [row["step"] for row in rows(killed.folder)] == list(range(1, STEPS + 1))
+
+
+def test_the_time_of_a_killed_run_is_accounted_for_over_both_of_its_starts(killed):
+    times = list(records.read(killed.folder, records.TIMES))
+    steps = [(row["step"], row["spent"]["step"]) for row in times if "step" in row]
+    assert [number for number, _ in steps] == [*range(1, killed.taken + 1), *range(killed.resumed + 1, STEPS + 1)]
+    spent = (account := goodput.Account(times)).seconds()
+    lost = sum(seconds for number, seconds in steps[: killed.taken] if number > killed.resumed)
+    assert spent["lost"] == pytest.approx(lost) and lost > 0
+    assert spent["step"] + lost == pytest.approx(sum(seconds for _, seconds in steps))
+    assert account.starts == 2 and spent["restore"] > 0 and spent["compile"] > 0 and spent["checkpoint"] > 0
+    assert sum(spent.values()) == pytest.approx(account.wall) and account.wall < killed.seconds
     assert 0 <= spent["other"] < 0.1 * account.wall
-    ran = subprocess.run([sys.executable, "-m", "maxds.report", tmp_path], cwd=ROOT, capture_output=True, text=True)
+    assert rows(killed.folder)[-1]["goodput"] == goodput.Account(times[:-1]).goodput  # the last save came after it
+    command = [sys.executable, "-m", "maxds.report", killed.folder]
+    ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE)
     assert ran.stdout.startswith(account.table()), ran.stderr
-    assert rows(tmp_path)[-1]["goodput"] == pytest.approx(account.goodput, rel=0.5)  # then the last save followed
 
 
 def test_a_restart_compiles_nothing_that_the_first_start_kept(tmp_path):
