@@ -52,7 +52,9 @@ class Context:
     """What every layer is given of a microbatch."""
 
     segments: jax.Array  # [B S] int32; 0: padding
-    rope: tuple[jax.Array, jax.Array]  # cos, sin [B S qk_rope_head_dim / 2]
+    positions: jax.Array  # [B S] int32, within the document
+    rope: ops.RopeTable  # [B S qk_rope_head_dim]
+    far_rope: ops.RopeTable | None  # that of layers that compress; None without
 
 
 def declare(c: Model) -> Weights:
@@ -195,7 +197,13 @@ class Network:
 
     def context(self, batch: dict) -> Context:
         """What the layers are given of a microbatch."""
-        return Context(batch["segments"], ops.rope_table(self.model, batch["positions"]))
+        c, segments, positions = self.model, batch["segments"], batch["positions"]
+        theta = c.rope_theta if c.compress_ratios is None else c.compress_rope_theta
+        scaled = ops.rope_table(c.qk_rope_head_dim, theta, c.rope_scaling, positions)
+        if c.compress_ratios is None:
+            return Context(segments, positions, scaled, None)
+        near = ops.rope_table(c.qk_rope_head_dim, c.rope_theta, None, positions)
+        return Context(segments, positions, near, scaled)
 
     def mtp(self, weights: Mtp, bias, outer, xs, contexts, batches):
         """The MTP modules: of each depth, its head norm, streams and targets by microbatch; expert loads [depths E]."""

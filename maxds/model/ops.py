@@ -9,7 +9,7 @@ import numpy as np
 import qwix
 from jax import lax
 
-from maxds.config import Model
+from maxds.config import Model, RopeScaling
 from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
 
 # ------------------------------------------------------------------------------------------- matmul
@@ -95,21 +95,22 @@ def swiglu(up: jax.Array) -> jax.Array:
 # ----------------------------------------------------------------------------------- rotary embedding
 
 
-def rope_frequencies(config: Model) -> jax.Array:
-    """Radians per position of each pair of rotated dimensions [qk_rope_head_dim / 2]; YaRN if configured.
+RopeTable = tuple[jax.Array, jax.Array]  # cos, sin
+
+
+def rope_frequencies(dim: int, theta: float, yarn: RopeScaling | None) -> jax.Array:
+    """Radians per position of each pair of rotated dimensions [dim / 2]; YaRN if configured.
 
     arXiv 2309.00071, section 3.2: dimensions that turn often within the original context keep their
     frequency, those that turn rarely are slowed by `factor`, and between the two it is a ramp.
     """
-    dim = config.qk_rope_head_dim
-    frequencies = config.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    yarn = config.rope_scaling
+    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if yarn is None:
         return frequencies
 
     def dimension(turns: float) -> float:
         positions = yarn.original_max_position_embeddings
-        return dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(dimension(yarn.beta_fast)), 0)
     high = min(math.ceil(dimension(yarn.beta_slow)), dim - 1)
@@ -122,10 +123,10 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
-def rope_table(config: Model, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B S qk_rope_head_dim], float32, of positions [B S]; the dimensions of a pair have the same."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.repeat(rope_frequencies(config), 2)
-    yarn, scale = config.rope_scaling, 1.0
+def rope_table(dim: int, theta: float, yarn: RopeScaling | None, positions: jax.Array) -> RopeTable:
+    """cos and sin [B S dim], float32, of positions [B S]; the dimensions of a pair have the same."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.repeat(rope_frequencies(dim, theta, yarn), 2)
+    scale = 1.0
     if yarn is not None:
         scale = yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
@@ -139,7 +140,7 @@ def softmax_scale(config: Model) -> float:
     return scale * yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2
 
 
-def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, table: RopeTable) -> jax.Array:
     """Rotates the pairs (2j, 2j+1) of the last R dimensions of [B ... S H] by the angles of a table [B S R].
 
     A matrix turns the pairs by a right angle, exactly: taking them apart would cost a TPU several passes over x.
@@ -156,7 +157,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return (x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x.dtype)
 
 
-def rotate_halves(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate_halves(x: jax.Array, table: RopeTable) -> jax.Array:
     """Rotates the pairs (j, j + R/2) of the first R dimensions of [B ... S H] by the angles of a table [B S R]."""
     half = table[0].shape[-1] // 2
     cos, sin = (jnp.expand_dims(t[..., ::2], range(1, x.ndim - 2)) for t in table)
