@@ -145,12 +145,14 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
 
         return _size(params_lib.derive(one, weights))
 
+    around = declared.embed, declared.hyper, declared.norm, declared.head
+    turn = deepseek.stacks(config.model)["moe_layers"].turns(params_lib.unstacked(declared.moe_layers))
     found = {
         f"parameters, {precision.params}": _size(local),
         f"optimizer state, {kind} in {state}": _size(moments),
         "gradients" + (", of a part and of those before" if sums == 2 else ""): sums * _size(local),
-        "embedding and head, gathered": gathered((declared.embed, declared.norm, declared.head)),
-        f"MoE layers gathered at a time: {layers}": layers * gathered(params_lib.unstacked(declared.moe_layers)),
+        "embedding and head, gathered": gathered(around),
+        f"MoE layers gathered at a time: {layers}": layers * max(map(gathered, turn)),
     }
     if float8:
         rounded = params_lib.derive(lambda p: _part(p, axes, "float8_e4m3fn") if p.in_matmul else None, declared)

@@ -5,7 +5,7 @@ time, one token at a time; nothing is packed, batched, sorted or absorbed. Weigh
 a slope can be had to full precision by the complex step: along d, it is Im f(w + i h d) / h.
 Therefore there is no absolute value and no conjugate here, and comparisons look at real parts.
 
-V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071.
+V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071; mHC: arXiv 2512.24880.
 """
 
 import functools
@@ -32,9 +32,13 @@ def logsumexp(x):
     return top + np.log(np.exp(x - top).sum())
 
 
-def mlp(x, up, down):
+def mlp(c, x, up, down):
     """Up [D 2 F]: gate, then up."""
-    return (silu(x @ up[:, 0]) * (x @ up[:, 1])) @ down
+    gate, up = x @ up[:, 0], x @ up[:, 1]
+    if (limit := c.swiglu_limit) is not None:
+        gate = np.where(gate.real > limit, limit, gate)
+        up = np.where(up.real > limit, limit, np.where(up.real < -limit, -limit, up))
+    return (silu(gate) * up) @ down
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -159,23 +163,34 @@ def route(c, scores, bias):
     return np.argsort(-preference, kind="stable")[: c.num_experts_per_tok]
 
 
-def moe(c, dispatch, experts, x, bias, real):
-    """One row's experts, [S D] -> what they add [S D], the balance loss of the sequence, and the load [E]."""
+SCORES = {
+    "softmax": softmax,
+    "sigmoid": lambda logits: 1 / (1 + np.exp(-logits)),
+    "sqrtsoftplus": lambda logits: np.sqrt(np.log(1 + np.exp(logits))),
+}
+
+
+def moe(c, dispatch, experts, x, given, tokens, real):
+    """One row's experts, [S D] -> what they add [S D], the balance loss of the sequence, and the load [E].
+
+    Given is the bias [E], or the table [V K] of a hash layer, which has no balance loss.
+    """
     out, load = np.zeros_like(x), np.zeros(c.n_routed_experts, int)
     affinity = np.zeros(c.n_routed_experts, x.dtype)
     for t in np.flatnonzero(real):
         logits = x[t] @ dispatch.router
-        scores = softmax(logits) if c.scoring_func == "softmax" else 1 / (1 + np.exp(-logits))
-        chosen = route(c, scores, bias)
+        scores = SCORES[c.scoring_func](logits)
+        hashed = given is not None and given.ndim == 2
+        chosen = given[tokens[t]] if hashed else route(c, scores, given)
         weights = scores[chosen]
         if c.norm_topk_prob:
             weights = weights / weights.sum()
         for e, weight in zip(chosen, weights, strict=True):
-            out[t] += c.routed_scaling_factor * weight * mlp(x[t], experts.up[e], experts.down[e])
+            out[t] += c.routed_scaling_factor * weight * mlp(c, x[t], experts.up[e], experts.down[e])
             load[e] += 1
         if c.n_shared_experts:
-            out[t] += mlp(x[t], dispatch.shared.up, dispatch.shared.down)
-        affinity += scores / scores.sum()
+            out[t] += mlp(c, x[t], dispatch.shared.up, dispatch.shared.down)
+        affinity += 0 if hashed else scores / scores.sum()
     tokens = max(real.sum(), 1)
     frequency = load * c.n_routed_experts / (c.num_experts_per_tok * tokens)  # V3, eq. 18
     return out, frequency @ affinity / tokens, load
@@ -184,20 +199,70 @@ def moe(c, dispatch, experts, x, bias, real):
 # ----------------------------------------------------------------------------------------- model
 
 
-def decoder_layer(c, w, bias, x, row, real):
-    """[S D] -> [S D]; balance loss; load [E]; the indexer's loss, summed over tokens."""
-    attended, indexer = x.copy(), 0.0
-    y = norm(x, w["attention"].norm, c.rms_norm_eps)
-    for document in set(row["segments"][real]):
-        own = np.flatnonzero((row["segments"] == document) & real)
-        out, divergence = mla(c, w["attention"], y[own], row["positions"][own])
-        attended[own], indexer = attended[own] + out, indexer + divergence
-    if "mlp" in w:
-        y = norm(attended, w["mlp"].norm, c.rms_norm_eps)
-        return attended + mlp(y, w["mlp"].mlp.up, w["mlp"].mlp.down), 0.0, None, indexer
-    y = norm(attended, w["dispatch"].norm, c.rms_norm_eps)
-    out, balance, load = moe(c, w["dispatch"], w["experts"], y, bias, real)
-    return attended + out, balance, load, indexer
+def weigh(c, w, x):
+    """mHC, eq. 5: what a connection's projection makes of the streams [n D] of one token."""
+    return np.einsum("nd,ndk->k", x / np.sqrt((x * x).mean() + c.rms_norm_eps), w.project)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def through(c, w, x, stage):
+    """The residual stream [S D] with what a stage makes of it; or the streams [S n D] (mHC, eq. 3 to 9)."""
+    if w is None:
+        return x + stage(x)
+    n, eps = c.hc_mult, c.hc_eps
+    read, out = np.zeros((len(x), x.shape[-1]), x.dtype), np.zeros_like(x)
+    write, mix = np.zeros((len(x), n), x.dtype), np.zeros((len(x), n, n), x.dtype)
+    for t in range(len(x)):
+        k, scale, base = weigh(c, w, x[t]), w.scale, w.base
+        read[t] = (sigmoid(k[:n] * scale[0] + base[:n]) + eps) @ x[t]
+        write[t] = 2 * sigmoid(k[n : 2 * n] * scale[1] + base[n : 2 * n])
+        m = softmax((k[2 * n :] * scale[2] + base[2 * n :]).reshape(n, n)) + eps
+        m = m / (m.sum(0) + eps)
+        for _ in range(c.hc_sinkhorn_iters - 1):
+            m = m / (m.sum(1)[:, None] + eps)
+            m = m / (m.sum(0) + eps)
+        mix[t] = m
+    made = stage(read)
+    for t in range(len(x)):
+        for to in range(n):
+            out[t, to] = write[t, to] * made[t] + sum(mix[t, of, to] * x[t, of] for of in range(n))
+    return out
+
+
+def joined(c, w, x):
+    """The streams [S n D] after the last layer -> [S D]."""
+    if w is None:
+        return x
+    return np.stack([(sigmoid(weigh(c, w, own) * w.scale + w.base) + c.hc_eps) @ own for own in x])
+
+
+def decoder_layer(c, w, given, x, row, real):
+    """[S D] or [S n D] -> the same; balance loss; load [E]; the indexer's loss, summed over tokens."""
+    found = {"balance": 0.0, "load": None, "indexer": 0.0}
+    eps = c.rms_norm_eps
+
+    def attend(x):
+        y, made = norm(x, w["attention"].norm, eps), np.zeros_like(x)
+        for document in set(row["segments"][real]):
+            own = np.flatnonzero((row["segments"] == document) & real)
+            made[own], divergence = mla(c, w["attention"], y[own], row["positions"][own])
+            found["indexer"] += divergence
+        return made
+
+    def dense(x):
+        return mlp(c, norm(x, w["mlp"].norm, eps), w["mlp"].mlp.up, w["mlp"].mlp.down)
+
+    def experts(x):
+        y = norm(x, w["dispatch"].norm, eps)
+        made, found["balance"], found["load"] = moe(c, w["dispatch"], w["experts"], y, given, row["tokens"], real)
+        return made
+
+    x = through(c, w["attention"].hyper, x, attend)
+    x = through(c, w["mlp"].hyper, x, dense) if "mlp" in w else through(c, w["dispatch"].hyper, x, experts)
+    return x, found["balance"], found["load"], found["indexer"]
 
 
 def ahead(row, t, steps):
@@ -228,8 +293,10 @@ def run(c, w, bias, batch, layer):
     own = [] if c.index_topk is None else ["indexer"]
     own += [f"mtp_{n + 1}" for n in range(c.num_nextn_predict_layers)]
     terms = {k: [0.0, 0] for k in ["main", "z_loss", "balance", *own]}
-    stacks = {"moe_layers": c.num_hidden_layers - c.first_k_dense_replace, "mtp": c.num_nextn_predict_layers}
-    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in stacks.items() if n}
+    stacks = {"dense_layers": c.first_k_dense_replace, "hash_layers": c.num_hash_layers}
+    stacks["moe_layers"] = c.num_hidden_layers - sum(stacks.values())
+    stacks["mtp"] = c.num_nextn_predict_layers
+    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in stacks.items() if n and k != "dense_layers"}
     all_logits = []
 
     def add(term, value, count):
@@ -247,18 +314,24 @@ def run(c, w, bias, batch, layer):
         loads[stack][i] += load
         return x
 
+    def trunk(row, real):
+        x = w.embed[row["tokens"]]
+        if c.hc_mult is not None:
+            x = np.repeat(x[:, None], c.hc_mult, 1)
+        for i in range(stacks["dense_layers"]):
+            x, _ = one_layer(layer(w.dense_layers, i), None, x, row, real)
+        for stack in ("hash_layers", "moe_layers"):
+            for i in range(stacks[stack]):
+                x = moe_layer(stack, i, layer(getattr(w, stack), i), x, row, real)
+        return norm(joined(c, w.hyper, x), w.norm, c.rms_norm_eps)
+
     for r in range(len(batch["tokens"])):
         row = {name: values[r] for name, values in batch.items()}
         real = row["segments"] > 0
         add("balance", 0.0, int(real.any()))
         if c.index_topk is not None:
             add("indexer", 0.0, real.sum())
-        x = w.embed[row["tokens"]]
-        for i in range(c.first_k_dense_replace):
-            x, _ = one_layer(layer(w.dense_layers, i), None, x, row, real)
-        for i in range(stacks["moe_layers"]):
-            x = moe_layer("moe_layers", i, layer(w.moe_layers, i), x, row, real)
-        x = norm(x, w.norm, c.rms_norm_eps)
+        x = trunk(row, real)
         nll, z, count, logits = cross_entropy(w, x, row, 1)
         add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
         for depth in range(c.num_nextn_predict_layers):  # V3, section 2.2

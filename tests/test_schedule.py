@@ -38,6 +38,12 @@ CASES = {
     "split, V3.2, nothing kept, in 2 parts": tiny.config(
         tiny.V32, "batch_split", (1, 2, 2), keep=(), optimizer={"accumulate_steps": 2}
     ),
+    "plain, mHC and a hash layer, nothing recomputed": tiny.config(
+        tiny.HYPER, "plain", (1, 2, 2), keep=("everything",)
+    ),
+    "split, mHC and a hash layer, in 2 parts": tiny.config(
+        tiny.HYPER, "batch_split", (1, 2, 2), keep=("attention",), optimizer={"accumulate_steps": 2}
+    ),
     "plain, float8, nothing recomputed": tiny.config(
         tiny.V3, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
     ),

@@ -86,9 +86,11 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale + bias).astype(x.dtype)
 
 
-def swiglu(up: jax.Array) -> jax.Array:
-    """silu(gate) * up of a product [... 2F] whose first half is the gate."""
+def swiglu(up: jax.Array, limit: float | None = None) -> jax.Array:
+    """silu(gate) * up of a product [... 2F] whose first half is the gate. A limit bounds the gate, and |up|."""
     gate, up = jnp.split(up, 2, axis=-1)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return jax.nn.silu(gate) * up
 
 
