@@ -5,9 +5,10 @@ time, one token at a time; nothing is packed, batched, sorted or absorbed. Weigh
 a slope can be had to full precision by the complex step: along d, it is Im f(w + i h d) / h.
 Therefore there is no absolute value and no conjugate here, and comparisons look at real parts.
 
-V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071.
+V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071; V4: as transformers has it.
 """
 
+import dataclasses
 import functools
 import math
 
@@ -142,6 +143,77 @@ def mla(c, w, x, positions):
     return out, sum(
         p @ (np.log(p) - wanted[t, chosen[t]] + logsumexp(wanted[t, chosen[t]])) for t, p in enumerate(attended)
     )
+
+
+# ------------------------------------------------------------------------- attention to entries (V4)
+
+
+def turned(c, x, position):
+    """As `rotate`, of the last dimensions; the rest stays."""
+    still = len(x) - c.qk_rope_head_dim
+    return np.concatenate([x[:still], rotate(c, x[still:], position)])
+
+
+def entries(c, ratio, w, x):
+    """Of each whole block of a document's tokens [n D], one entry: a mean of each channel, weighted by a softmax."""
+    size, found = len(w.norm), []
+    for start in range(0, len(x) - ratio + 1, ratio):
+        pooled = np.empty(size, x.dtype)
+        for channel in range(size):
+            values, gates = [], []
+            if ratio == 4 and start > 0:
+                values += [x[start - ratio + i] @ w.kv[:, channel] for i in range(ratio)]
+                gates += [x[start - ratio + i] @ w.gate[:, channel] + w.bias[i, channel] for i in range(ratio)]
+            own = channel + size if ratio == 4 else channel
+            values += [x[start + i] @ w.kv[:, own] for i in range(ratio)]
+            gates += [x[start + i] @ w.gate[:, own] + w.bias[i, own] for i in range(ratio)]
+            pooled[channel] = softmax(np.array(gates)) @ np.array(values)
+        found.append(turned(c, norm(pooled, w.norm, c.rms_norm_eps), start))
+    return found
+
+
+def entry_scores(c, w, x, source, position, keys):
+    """How much one token [D] wants each of the indexer's keys."""
+    scores = np.zeros(len(keys), x.dtype)
+    for head in range(c.index_n_heads):
+        query = turned(c, source @ w.q[:, head], position)
+        for j, key in enumerate(keys):
+            match = query @ key * c.index_head_dim**-0.5
+            scores[j] += x @ w.heads[:, head] * c.index_n_heads**-0.5 * (match if match.real > 0 else 0)
+    return scores
+
+
+def compressed_attention(c, ratio, w, x):
+    """One document's attention in a layer of this ratio, [n D] -> [n D], from its start.
+
+    And the sum over its tokens of the divergence between what attention and the indexer make of the entries.
+    """
+    plain = dataclasses.replace(c, rope_scaling=None)
+    c = dataclasses.replace(c, rope_theta=c.compress_rope_theta) if ratio else plain
+    eps, in_group = c.rms_norm_eps, c.num_attention_heads // c.o_groups
+    source = norm(x @ w.q_down, w.q_norm, eps)
+    keys = [turned(c, norm(token @ w.kv, w.kv_norm, eps), t) for t, token in enumerate(x)]
+    far = entries(c, ratio, w.compressor, x) if ratio else []
+    index_keys = entries(c, ratio, w.indexer.compressor, constant(x)) if w.indexer else []
+    out, loss = np.zeros_like(x), 0.0
+    for t in range(len(x)):
+        chosen = np.arange((t + 1) // ratio if ratio else 0)
+        if w.indexer:
+            wanted = entry_scores(c, w.indexer, constant(x[t]), constant(source[t]), t, index_keys)
+            chosen = np.sort(np.argsort(-wanted[chosen].real, kind="stable")[: c.index_topk])
+        near = keys[max(t + 1 - c.sliding_window, 0) : t + 1]
+        read, attended = np.array([*near, *(far[j] for j in chosen)]), np.zeros(len(chosen))
+        for head in range(c.num_attention_heads):
+            query = source[t] @ w.q_up[:, head]
+            query = turned(c, query / np.sqrt(query @ query / c.head_dim + eps), t)
+            weights = softmax(np.append(read @ query * c.head_dim**-0.5, w.sinks[head]))[:-1]
+            attended += weights[len(near) :].real
+            group, member = divmod(head, in_group)
+            out[t] += turned(c, weights @ read, -t) @ w.out_down[group, member] @ w.out_up[group]
+        if w.indexer and len(chosen):
+            p = attended / attended.sum()
+            loss += p @ (np.log(p) - wanted[chosen] + logsumexp(wanted[chosen]))
+    return out, loss
 
 
 # --------------------------------------------------------------------------------------- experts
