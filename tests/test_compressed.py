@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import oracle
 import pytest
@@ -12,7 +13,7 @@ import tiny
 
 from maxds import params
 from maxds.data.packing import pack
-from maxds.model import compressed, kernels, ops, window
+from maxds.model import compressed, kernels, ops, sparse, window
 from maxds.model.deepseek import Context
 from maxds.schedule import Given
 
@@ -127,3 +128,173 @@ def test_what_it_adds_is_that_of_the_definition(ratio):
         assert float(found_loss) == pytest.approx(loss.real, rel=2e-6)
     else:
         assert found_loss is None
+
+
+# ------------------------------------------------------------------------------------------ gradients
+
+
+@functools.cache
+def probe():
+    """What the sum of is differentiated, with the loss: of real tokens alone, as padding has no loss."""
+    noise = np.random.default_rng(3).standard_normal(stream().shape, np.float32)
+    return np.where(rows()[0][..., None] > 0, noise, 0)
+
+
+def objective(ratio, w, y, kept=None, weighed=(1.0, 1.0)):
+    out, loss, _ = attend(ratio, w, y, kept=kept)
+    return weighed[0] * jnp.sum(out * probe()) + weighed[1] * (jnp.zeros(()) if loss is None else loss)
+
+
+@functools.cache
+def slopes(ratio):
+    """Of each weight and the stream: a direction, and the slope of the definition along it, by the complex step."""
+    given, step, rng = (weights(ratio), stream()), 1e-30, np.random.default_rng(4)
+    leaves, structure = jax.tree.flatten(given)
+    found = []
+    for i, leaf in enumerate(leaves):
+        direction = rng.standard_normal(leaf.shape)
+        moved = [a + 1j * step * direction if j == i else a.astype(complex) for j, a in enumerate(leaves)]
+        out, loss = evaluate(ratio, *jax.tree.unflatten(structure, moved))
+        found.append((direction, (np.sum(out * probe()) + loss).imag / step))
+    return found
+
+
+def gradients(ratio, **options):
+    return jax.grad(lambda args: objective(ratio, *args, **options))((weights(ratio), stream()))
+
+
+@ratios
+@pytest.mark.parametrize("blocks", [(512, 1), (8, 2)], indirect=True, ids=str)
+@pytest.mark.usefixtures("blocks")
+def test_the_gradient_of_every_weight_and_of_the_tokens_is_that_of_the_definition(ratio):
+    found = jax.tree_util.tree_leaves_with_path(gradients(ratio))
+    for (path, gradient), (direction, slope) in zip(found, slopes(ratio), strict=True):
+        error = abs(np.vdot(np.float64(gradient), direction) - slope) / np.linalg.norm(gradient)
+        assert error < 1e-5, (params.name(path), error)
+
+
+def test_the_indexer_learns_from_its_loss_alone_and_nothing_else_does():
+    of_output, of_loss = gradients(4, weighed=(1.0, 0.0)), gradients(4, weighed=(0.0, 1.0))
+    for found, of_indexer in (of_output, False), (of_loss, True):
+        for path, gradient in jax.tree_util.tree_leaves_with_path(found):
+            assert np.any(gradient) == (("indexer" in params.name(path)) == of_indexer), params.name(path)
+
+
+@ratios
+def test_a_replay_gives_the_same_and_does_only_the_work_that_was_not_kept(ratio):
+    w, y = weights(ratio), stream()
+    out, loss, kept = attend(ratio, w, y)
+    again, loss_again, _ = attend(ratio, w, y, kept=kept)
+    jax.tree.map(np.testing.assert_array_equal, (again, loss_again), (out, loss))
+    jax.tree.map(np.testing.assert_array_equal, gradients(ratio, kept=kept), gradients(ratio))
+
+    def pulled(kept, w, y):
+        return jax.grad(lambda args: objective(ratio, *args, kept=kept))((w, y))
+
+    found = jaxprs.count(jaxprs.live(pulled, kept, w, y))
+    projections, rotations = 5, 3  # q_down, q_up, kv, out_down, out_up; q, kv, the output
+    own = 0
+    if ratio:
+        projections, rotations = projections + 2, rotations + 1  # values and gates; the entries
+    if ratio == 4:
+        rotations += 2  # the indexer's queries and keys
+        # Its q, values, gates and heads, again, and the gradient of these weights alone; scores, attention's weights and
+        # the gradient of scores, which is three products.
+        own = 4 * 2 + 2 + 3
+    again = projections - 1 + rotations  # but not the last projection
+    assert found["dot_general"] == again + 2 * projections + rotations + 6 + own
+    assert found["bitcast_convert_type"] == 0  # of scores, to be ordered
+
+
+# ------------------------------------------------------------------------------------------- documents
+
+
+@ratios
+def test_a_packed_document_gets_what_it_gets_alone(ratio):
+    out, loss, _ = attend(ratio, weights(ratio), stream())
+    alone = np.zeros((len(documents()), *stream().shape[1:]), np.float32)
+    for n, (row, own) in enumerate(documents()):
+        alone[n, : len(own)] = stream()[row, own]
+    found, loss_alone, _ = attend(ratio, weights(ratio), alone, rows([[len(own)] for _, own in documents()]))
+    for n, (row, own) in enumerate(documents()):
+        close(found[n, : len(own)], out[row, own], 1e-6)
+    if ratio == 4:
+        assert float(loss_alone) == pytest.approx(float(loss), rel=1e-6)
+
+
+@pytest.mark.parametrize(("ratio", "length"), [(4, 1), (4, 3), (8, 7)])
+def test_a_row_too_short_for_a_block_has_attention_to_its_window_alone(ratio, length):
+    of_rows = rows([[length], [1, length - 1], [], [length - 1], [1] * length, [length + 1]], length)
+    tokens = given(*of_rows).tokens
+    out, loss, _ = attend(ratio, weights(ratio), stream(length), of_rows)
+    bare = dataclasses.replace(weights(ratio), compressor=None, indexer=None)
+    near = Given(None, dataclasses.replace(tokens, rope=tokens.far_rope))
+    expected, _, _ = compressed.attend(MODEL, 0, bare, stream(length), near)
+    np.testing.assert_array_equal(out, expected)
+    assert loss is None or float(loss) == 0
+
+
+def test_of_equal_entries_the_first_are_selected():
+    w = weights(4)
+    w = dataclasses.replace(w, indexer=dataclasses.replace(w.indexer, q=np.zeros_like(w.indexer.q)))
+    _, _, kept = attend(4, w, stream())
+    found = np.asarray(sparse.unpack(kept["selection"][0]))
+    segments, positions = rows()
+    for row, own in documents():
+        before = sum(len(d) // 4 for r, d in documents() if r == row and d[0] < own[0])  # entries of earlier documents
+        for t in own:
+            count = min((positions[row, t] + 1) // 4, MODEL.index_topk)
+            np.testing.assert_array_equal(np.flatnonzero(found[row, t]), before + np.arange(count))
+
+
+def test_more_entries_than_there_are_to_select_are_not_looked_at_and_all_are_where_they_are_few():
+    few, many = (dataclasses.replace(MODEL, index_topk=n) for n in (LENGTH // 4 - 1, LENGTH // 4))
+    (out, loss, kept), (same, same_loss, none) = (attend(4, weights(4), stream(), model=model) for model in (few, many))
+    assert kept["selection"][0] is not None and none["selection"][0] is None
+    short = np.arange(len(ROWS)) > 1  # of the rows of one document, the last tokens see one more
+    np.testing.assert_allclose(out[short], same[short], rtol=0, atol=1e-6)
+    assert float(loss) != float(same_loss)
+
+
+def test_a_head_whose_sink_is_far_above_its_scores_adds_nothing():
+    for ratio in MODEL.compress_ratios:
+        sunk = dataclasses.replace(weights(ratio), sinks=np.full(MODEL.num_attention_heads, 1e4, np.float32))
+        np.testing.assert_array_equal(attend(ratio, sunk, stream())[0], 0)
+
+
+# ---------------------------------------------------------------------------------------------- shapes
+
+
+@ratios
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_what_is_computed_has_the_dtype_of_the_tokens_but_for_log_sum_exp_and_loss(ratio, dtype):
+    def cast(p, a):
+        return jnp.asarray(a, jnp.float32 if p.float32 else dtype)
+
+    w = params.derive(cast, compressed.declare(MODEL, ratio), weights(ratio))
+    with tiny.strictly():
+        (out, loss, kept), pull = jax.vjp(lambda w, y: attend(ratio, w, y), w, jnp.asarray(stream(), dtype))
+        dw, dy = pull(jax.tree.map(lambda a: jnp.ones(a.shape, a.dtype), (out, loss, kept)))
+    assert (out.dtype, dy.dtype) == (dtype, dtype)
+    assert [a.dtype for a in kept["attention"]] == [dtype, jnp.float32]
+    assert loss is None or loss.dtype == jnp.float32
+    jax.tree.map(lambda a, b: (a.dtype == b.dtype) or pytest.fail(), dw, w)
+
+
+@ratios
+def test_nothing_grows_with_pairs_of_tokens_but_the_bits_that_tell_which_are_selected(ratio, monkeypatch):
+    monkeypatch.setattr(window, "BLOCK", 4)
+    monkeypatch.setattr(kernels, "QUERY_BLOCK", 4)
+
+    def largest(length):
+        y = jnp.zeros((1, length, MODEL.hidden_size))
+
+        def loss(w, y):
+            out, more, _ = attend(ratio, w, y, rows([[length]], length))
+            return jnp.sum(out) + (0 if more is None else more)
+
+        program = jaxprs.live(jax.grad(loss, (0, 1)), weights(ratio), y)
+        arrays = [v.aval for _, eqn, _ in jaxprs.equations(program) for v in eqn.outvars]
+        return max(a.size for a in arrays if a.dtype != jnp.uint8)
+
+    assert largest(512) <= 2 * largest(256)
