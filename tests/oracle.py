@@ -5,9 +5,12 @@ time, one token at a time; nothing is packed, batched, sorted or absorbed. Weigh
 a slope can be had to full precision by the complex step: along d, it is Im f(w + i h d) / h.
 Therefore there is no absolute value and no conjugate here, and comparisons look at real parts.
 
-V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071; mHC: arXiv 2512.24880.
+V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071; mHC: arXiv 2512.24880; V4:
+as transformers has it.
 """
 
+import collections
+import dataclasses
 import functools
 import math
 
@@ -148,6 +151,73 @@ def mla(c, w, x, positions):
     )
 
 
+# ------------------------------------------------------------------------- attention to entries (V4)
+
+
+def turned(c, x, position):
+    """As `rotate`, of the last dimensions; the rest stays."""
+    still = len(x) - c.qk_rope_head_dim
+    return np.concatenate([x[:still], rotate(c, x[still:], position)])
+
+
+def entries(c, ratio, w, x):
+    """Of each whole block of a document's tokens [n D], one entry: a mean of each channel, weighted by a softmax."""
+    size, found = len(w.norm), []
+    for start in range(0, len(x) - ratio + 1, ratio):
+        own, before = x[start : start + ratio], x[max(start - ratio, 0) : start]
+        values, gates = own @ w.kv, own @ w.gate + w.bias
+        if ratio == 4:
+            values, gates = values[:, size:], gates[:, size:]
+            values = np.concatenate([values, before @ w.kv[:, :size]])
+            gates = np.concatenate([gates, before @ w.gate[:, :size] + w.bias[: len(before), :size]])
+        pooled = np.sum(softmax(gates.T).T * values, axis=0)
+        found.append(turned(c, norm(pooled, w.norm, c.rms_norm_eps), start))
+    return found
+
+
+def entry_scores(c, w, x, source, position, keys):
+    """How much one token [D] wants each of the indexer's keys."""
+    scores = np.zeros(len(keys), x.dtype)
+    for head in range(c.index_n_heads if len(keys) else 0):
+        query = turned(c, source @ w.q[:, head], position)
+        match = np.array(keys) @ query * c.index_head_dim**-0.5
+        scores += x @ w.heads[:, head] * c.index_n_heads**-0.5 * np.where(match.real > 0, match, 0)
+    return scores
+
+
+def compressed_attention(c, ratio, w, x):
+    """One document's attention in a layer of this ratio, [n D] -> [n D], from its start.
+
+    And the sum over its tokens of the divergence between what attention and the indexer make of the entries.
+    """
+    plain = dataclasses.replace(c, rope_scaling=None)
+    c = dataclasses.replace(c, rope_theta=c.compress_rope_theta) if ratio else plain
+    eps, in_group = c.rms_norm_eps, c.num_attention_heads // c.o_groups
+    source = norm(x @ w.q_down, w.q_norm, eps)
+    keys = [turned(c, norm(token @ w.kv, w.kv_norm, eps), t) for t, token in enumerate(x)]
+    far = entries(c, ratio, w.compressor, x) if ratio else []
+    index_keys = entries(c, ratio, w.indexer.compressor, constant(x)) if w.indexer else []
+    out, loss = np.zeros_like(x), 0.0
+    for t in range(len(x)):
+        chosen = np.arange((t + 1) // ratio if ratio else 0)
+        if w.indexer:
+            wanted = entry_scores(c, w.indexer, constant(x[t]), constant(source[t]), t, index_keys)
+            chosen = np.sort(np.argsort(-wanted[chosen].real, kind="stable")[: c.index_topk])
+        near = keys[max(t + 1 - c.sliding_window, 0) : t + 1]
+        read, attended = np.array([*near, *(far[j] for j in chosen)]), np.zeros(len(chosen))
+        for head in range(c.num_attention_heads):
+            query = source[t] @ w.q_up[:, head]
+            query = turned(c, query / np.sqrt(query @ query / c.head_dim + eps), t)
+            weights = softmax(np.append(read @ query * c.head_dim**-0.5, w.sinks[head]))[:-1]
+            attended += weights[len(near) :].real
+            group, member = divmod(head, in_group)
+            out[t] += turned(c, weights @ read, -t) @ w.out_down[group, member] @ w.out_up[group]
+        if w.indexer and len(chosen):
+            p = attended / attended.sum()
+            loss += p @ (np.log(p) - wanted[chosen] + logsumexp(wanted[chosen]))
+    return out, loss
+
+
 # --------------------------------------------------------------------------------------- experts
 
 
@@ -200,8 +270,8 @@ def moe(c, dispatch, experts, x, given, tokens, real):
 
 
 def weigh(c, w, x):
-    """mHC, eq. 5: what a connection's projection makes of the streams [n D] of one token."""
-    return np.einsum("nd,ndk->k", x / np.sqrt((x * x).mean() + c.rms_norm_eps), w.project)
+    """mHC, eq. 5: what a connection's projection makes of the streams [S n D] of each token, [S K]."""
+    return np.einsum("snd,ndk->sk", x / np.sqrt((x * x).mean((1, 2), keepdims=True) + c.rms_norm_eps), w.project)
 
 
 def sigmoid(x):
@@ -212,35 +282,28 @@ def through(c, w, x, stage):
     """The residual stream [S D] with what a stage makes of it; or the streams [S n D] (mHC, eq. 3 to 9)."""
     if w is None:
         return x + stage(x)
-    n, eps = c.hc_mult, c.hc_eps
-    read, out = np.zeros((len(x), x.shape[-1]), x.dtype), np.zeros_like(x)
-    write, mix = np.zeros((len(x), n), x.dtype), np.zeros((len(x), n, n), x.dtype)
-    for t in range(len(x)):
-        k, scale, base = weigh(c, w, x[t]), w.scale, w.base
-        read[t] = (sigmoid(k[:n] * scale[0] + base[:n]) + eps) @ x[t]
-        write[t] = 2 * sigmoid(k[n : 2 * n] * scale[1] + base[n : 2 * n])
-        m = softmax((k[2 * n :] * scale[2] + base[2 * n :]).reshape(n, n)) + eps
-        m = m / (m.sum(0) + eps)
-        for _ in range(c.hc_sinkhorn_iters - 1):
-            m = m / (m.sum(1)[:, None] + eps)
-            m = m / (m.sum(0) + eps)
-        mix[t] = m
-    made = stage(read)
-    for t in range(len(x)):
-        for to in range(n):
-            out[t, to] = write[t, to] * made[t] + sum(mix[t, of, to] * x[t, of] for of in range(n))
-    return out
+    n, eps, k = c.hc_mult, c.hc_eps, weigh(c, w, x)
+    read, write, mix = k[:, :n], k[:, n : 2 * n], k[:, 2 * n :]
+    read = sigmoid(read * w.scale[0] + w.base[:n]) + eps
+    write = 2 * sigmoid(write * w.scale[1] + w.base[n : 2 * n])
+    mix = softmax((mix * w.scale[2] + w.base[2 * n :]).reshape(-1, n, n)) + eps
+    for i in range(c.hc_sinkhorn_iters):
+        if i > 0:
+            mix = mix / (mix.sum(2, keepdims=True) + eps)
+        mix = mix / (mix.sum(1, keepdims=True) + eps)
+    made = stage(np.einsum("sn,snd->sd", read, x))
+    return write[..., None] * made[:, None] + np.einsum("sij,sid->sjd", mix, x)
 
 
 def joined(c, w, x):
     """The streams [S n D] after the last layer -> [S D]."""
     if w is None:
         return x
-    return np.stack([(sigmoid(weigh(c, w, own) * w.scale + w.base) + c.hc_eps) @ own for own in x])
+    return np.einsum("sn,snd->sd", sigmoid(weigh(c, w, x) * w.scale + w.base) + c.hc_eps, x)
 
 
-def decoder_layer(c, w, given, x, row, real):
-    """[S D] or [S n D] -> the same; balance loss; load [E]; the indexer's loss, summed over tokens."""
+def decoder_layer(c, i, w, given, x, row, real):
+    """Layer i of the model, or None, of [S D] or [S n D] -> the same; balance loss; load [E]; the indexer's loss."""
     found = {"balance": 0.0, "load": None, "indexer": 0.0}
     eps = c.rms_norm_eps
 
@@ -248,7 +311,10 @@ def decoder_layer(c, w, given, x, row, real):
         y, made = norm(x, w["attention"].norm, eps), np.zeros_like(x)
         for document in set(row["segments"][real]):
             own = np.flatnonzero((row["segments"] == document) & real)
-            made[own], divergence = mla(c, w["attention"], y[own], row["positions"][own])
+            if c.compress_ratios is None:
+                made[own], divergence = mla(c, w["attention"], y[own], row["positions"][own])
+            else:
+                made[own], divergence = compressed_attention(c, c.compress_ratios[i], w["attention"], y[own])
             found["indexer"] += divergence
         return made
 
@@ -285,6 +351,15 @@ def cross_entropy(w, x, row, steps):
     return nll, z, count, logits
 
 
+def layers(w, layer):
+    """Stack, place in it, and weights of each layer of the main model. Kinds take turns in a stack."""
+    for stack in ("dense_layers", "hash_layers", "moe_layers", "last_layers"):
+        if (tree := getattr(w, stack)) is not None:
+            kinds = [tree] if "attention" in tree else [tree[kind] for kind in sorted(tree)]
+            for i in range(len(kinds) * len(kinds[0]["attention"].norm)):
+                yield stack, i, layer(kinds[i % len(kinds)], i // len(kinds))
+
+
 def run(c, w, bias, batch, layer):
     """Every term's (sum, count), expert loads by stack [layers E], and logits [B S V].
 
@@ -293,36 +368,30 @@ def run(c, w, bias, batch, layer):
     own = [] if c.index_topk is None else ["indexer"]
     own += [f"mtp_{n + 1}" for n in range(c.num_nextn_predict_layers)]
     terms = {k: [0.0, 0] for k in ["main", "z_loss", "balance", *own]}
-    stacks = {"dense_layers": c.first_k_dense_replace, "hash_layers": c.num_hash_layers}
-    stacks["moe_layers"] = c.num_hidden_layers - sum(stacks.values())
-    stacks["mtp"] = c.num_nextn_predict_layers
-    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in stacks.items() if n and k != "dense_layers"}
+    sizes = collections.Counter(stack for stack, _, _ in layers(w, layer))
+    sizes["mtp"] = c.num_nextn_predict_layers
+    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in sizes.items() if n and k != "dense_layers"}
     all_logits = []
 
     def add(term, value, count):
         terms[term] = [terms[term][0] + value, terms[term][1] + count]
 
-    def one_layer(weights, stack_bias, x, row, real):
-        x, balance, load, indexer = decoder_layer(c, weights, stack_bias, x, row, real)
+    def one_layer(number, stack, i, weights, x, row, real):
+        given = bias[stack][i] if stack in bias else None
+        x, balance, load, indexer = decoder_layer(c, number, weights, given, x, row, real)
         add("balance", balance, 0)
         if c.index_topk is not None:
             add("indexer", indexer, 0)
-        return x, load
-
-    def moe_layer(stack, i, weights, x, row, real):
-        x, load = one_layer(weights, bias[stack][i] if stack in bias else None, x, row, real)
-        loads[stack][i] += load
+        if load is not None:
+            loads[stack][i] += load
         return x
 
     def trunk(row, real):
         x = w.embed[row["tokens"]]
         if c.hc_mult is not None:
             x = np.repeat(x[:, None], c.hc_mult, 1)
-        for i in range(stacks["dense_layers"]):
-            x, _ = one_layer(layer(w.dense_layers, i), None, x, row, real)
-        for stack in ("hash_layers", "moe_layers"):
-            for i in range(stacks[stack]):
-                x = moe_layer(stack, i, layer(getattr(w, stack), i), x, row, real)
+        for number, (stack, i, weights) in enumerate(layers(w, layer)):
+            x = one_layer(number, stack, i, weights, x, row, real)
         return norm(joined(c, w.hyper, x), w.norm, c.rms_norm_eps)
 
     for r in range(len(batch["tokens"])):
@@ -334,12 +403,13 @@ def run(c, w, bias, batch, layer):
         x = trunk(row, real)
         nll, z, count, logits = cross_entropy(w, x, row, 1)
         add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
-        for depth in range(c.num_nextn_predict_layers):  # V3, section 2.2
+        for depth in range(sizes["mtp"]):  # V3, section 2.2
             module, following = layer(w.mtp, depth), [ahead(row, t, depth + 1) for t in range(len(x))]
             real = np.array([token is not None for token in following])
             embedded = w.embed[[token if token is not None else 0 for token in following]]
             both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
-            x = moe_layer("mtp", depth, module.layer, np.concatenate(both, -1) @ module.projection, row, real)
+            x = np.concatenate(both, -1) @ module.projection
+            x = one_layer(None, "mtp", depth, module.layer, x, row, real)
             x = norm(x, module.head_norm, c.rms_norm_eps)
             nll, _, count, _ = cross_entropy(w, x, row, depth + 2)
             add(f"mtp_{depth + 1}", nll, count)

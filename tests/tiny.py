@@ -89,6 +89,24 @@ HYPER = dataclasses.replace(
     hc_mult=3,
     hc_sinkhorn_iters=3,
 )
+V4 = dataclasses.replace(
+    HYPER,
+    num_hidden_layers=6,
+    first_k_dense_replace=0,
+    kv_lora_rank=0,
+    qk_nope_head_dim=0,
+    v_head_dim=0,
+    compress_ratios=(0, 3, 4, 3, 4, 3),
+    compress_rope_theta=300.0,
+    num_attention_heads=6,
+    head_dim=14,
+    sliding_window=4,
+    o_groups=2,
+    o_lora_rank=11,
+    index_topk=2,
+    index_n_heads=7,
+    index_head_dim=10,
+)
 V32 = dataclasses.replace(V3, num_hidden_layers=3, index_topk=3, index_n_heads=7, index_head_dim=10)
 
 

@@ -22,7 +22,7 @@ def matmul(subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array
     where it is multiplied by `w`, for each output feature where it is multiplied by `x`.
 
     Args:
-      subscripts: such as "bsd,df->bsf": rows and inputs, inputs and outputs, rows and outputs.
+      subscripts: such as "bsd,df->bsf": rows and inputs, inputs and outputs, rows and outputs. Matrices can be stacked.
       x: activations.
       w: its scales are of outputs.
     """
@@ -35,16 +35,16 @@ def _matmul_float8(subscripts, x, w):
 
 
 def _matmul_float8_forward(subscripts, x, w):
-    of_x, of_w, _ = _dimensions(subscripts)
-    x = quantize(x, FORWARD, over=_places(of_w, of_x))
+    of_x, _, of_y = _dimensions(subscripts)
+    x = quantize(x, FORWARD, over=_inputs(of_x, of_y))
     return qwix.einsum(subscripts, x, w.array), (x, w.array)
 
 
 def _matmul_float8_backward(subscripts, residuals, dy):
     """What is summed over cannot have scales of its own, so those of x and w are first multiplied into dy: exactly."""
     (x, w), (of_x, of_w, of_y) = residuals, _dimensions(subscripts)
-    for_x = quantize(dy * _along(of_y, of_w, w.scale), BACKWARD, over=_places(of_w, of_y))
-    for_w = quantize(dy * _along(of_y, of_x, x.scale), BACKWARD, over=_places(of_x, of_y))
+    for_x = quantize(dy * _along(of_y, of_w, w.scale), BACKWARD, over=_inputs(of_y, of_x))
+    for_w = quantize(dy * _along(of_y, of_x, x.scale), BACKWARD, over=_inputs(of_y, of_w))
     dx = qwix.einsum(f"{of_y},{of_w}->{of_x}", for_x, w.qvalue, preferred_element_type=dy.dtype)
     dw = qwix.einsum(f"{of_x},{of_y}->{of_w}", x.qvalue, for_w, preferred_element_type=dy.dtype)
     return dx, Quantized(None, dw)
@@ -58,8 +58,9 @@ def _dimensions(subscripts: str) -> list[str]:
     return subscripts.replace("->", ",").split(",")
 
 
-def _places(letters: str, within: str) -> tuple[int, ...]:
-    return tuple(i for i, letter in enumerate(within) if letter in letters)
+def _inputs(operand: str, result: str) -> tuple[int, ...]:
+    """The dimensions of an operand that its product has not."""
+    return tuple(i for i, letter in enumerate(operand) if letter not in result)
 
 
 def _along(result: str, operand: str, scale: jax.Array) -> jax.Array:

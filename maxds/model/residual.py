@@ -27,7 +27,7 @@ class Stream:
     out: Tree  # [B S D]: made, and not added yet
     post: Tree  # [n B S] float32: what each stream is to get of it
     balance: jax.Array  # float32 scalar: the balance loss of the layers so far, summed over sequences
-    indexer: jax.Array | None  # float32 scalar: the indexers' loss so far, summed over tokens; None without indexers
+    indexer: Tree  # float32 scalar: the indexers' loss so far, summed over tokens; None without indexers
 
     @property
     def shape(self) -> tuple[int, ...]:
