@@ -15,6 +15,7 @@ from maxds import params
 from maxds.data.packing import pack
 from maxds.model import compressed, kernels, ops, sparse, window
 from maxds.model.deepseek import Context
+from maxds.quantize import FORWARD, Quantized, quantize, slots, with_slots
 from maxds.schedule import Given
 
 MODEL = dataclasses.replace(
@@ -224,6 +225,31 @@ def test_a_replay_gives_the_same_and_does_only_the_work_that_was_not_kept(ratio)
     assert found["bitcast_convert_type"] == 0  # of scores, to be ordered
 
 
+@ratios
+def test_what_is_kept_is_also_kept_by_name(ratio):
+    """As the schedule does that leaves the backward pass to JAX."""
+
+    def work(fn, *args):
+        return jaxprs.count(jaxprs.live(fn, *args))["dot_general"]
+
+    def forward(w, y):
+        return compressed.attend(MODEL, ratio, w, y, given(*rows()))
+
+    def loss(w, y, kept=None):
+        out, loss, _ = compressed.attend(MODEL, ratio, w, y, given(*rows()), kept)
+        return jnp.sum(out * probe()) + (jnp.zeros(()) if loss is None else loss)
+
+    def decided(w, y):
+        _, _, kept = forward(w, y)
+        return kept["attention"], kept.get("selection", (None,))[0]
+
+    args = weights(ratio), stream()
+    kept = jax.eval_shape(forward, *args)[2]
+    named = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names("attention", "selection"))
+    replayed = work(jax.grad(lambda args, kept: loss(*args, kept)), args, kept)
+    assert work(jax.grad(lambda args: named(*args)), args) == work(decided, *args) + replayed
+
+
 # ------------------------------------------------------------------------------------------- documents
 
 
@@ -282,8 +308,11 @@ def test_a_head_whose_sink_is_far_above_its_scores_adds_nothing():
 
 @ratios
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_what_is_computed_has_the_dtype_of_the_tokens_but_for_log_sum_exp_and_loss(ratio, dtype):
+@pytest.mark.parametrize("float8", [False, True])
+def test_what_is_computed_has_the_dtype_of_the_tokens_but_for_log_sum_exp_and_loss(ratio, dtype, float8):
     def cast(p, a):
+        if float8 and p.in_matmul:
+            return Quantized(quantize(jnp.asarray(a, dtype), FORWARD, p.one_scale), jnp.zeros(p.shape, dtype))
         return jnp.asarray(a, jnp.float32 if p.float32 else dtype)
 
     w = params.derive(cast, compressed.declare(MODEL, ratio), weights(ratio))
@@ -293,7 +322,7 @@ def test_what_is_computed_has_the_dtype_of_the_tokens_but_for_log_sum_exp_and_lo
             out, loss, kept = compressed.attention(MODEL, ratio, w, y, given(*rows()))
             return (out, loss), kept
 
-        found, pull, kept = jax.vjp(result, w, y, has_aux=True)
+        found, pull, kept = jax.vjp(lambda s, y: result(with_slots(w, s), y), slots(w), y, has_aux=True)
         return *found, kept, pull(jax.tree.map(jnp.ones_like, found))
 
     y = jnp.asarray(stream(), dtype)
@@ -302,7 +331,18 @@ def test_what_is_computed_has_the_dtype_of_the_tokens_but_for_log_sum_exp_and_lo
     assert out.dtype == dtype
     assert [a.dtype for a in kept["attention"]] == [dtype, jnp.float32]
     assert loss is None or loss.dtype == jnp.float32
-    assert jax.tree.map(lambda a: (a.shape, a.dtype), (w, y)) == jax.tree.map(lambda a: (a.shape, a.dtype), cotangents)
+    expected = jax.tree.map(lambda a: (a.shape, a.dtype), (slots(w), y))
+    assert jax.tree.map(lambda a: (a.shape, a.dtype), cotangents) == expected
+
+
+def test_weights_are_as_many_as_those_of_v4_flash():
+    """As transformers counts them, and the norm before."""
+    keys = "hidden_size q_lora_rank num_attention_heads head_dim o_groups o_lora_rank qk_rope_head_dim".split()
+    sizes = dict(zip(keys, (4096, 1024, 64, 512, 8, 1024, 64), strict=True))
+    flash = dataclasses.replace(MODEL, **sizes, index_n_heads=64, index_head_dim=128, sliding_window=128)
+    every, of_128, of_4, of_indexer = 106_956_352, 4_260_352, 8_393_216, 10_749_056
+    for ratio, more in (0, 0), (128, of_128), (4, of_4 + of_indexer):
+        assert params.count(compressed.declare(flash, ratio)) == every + more + flash.hidden_size
 
 
 @ratios

@@ -159,7 +159,7 @@ def attention(
     def read(entries: jax.Array, keys: Keys, selected: jax.Array | None = None):
         sight = window.Sight(tokens.segments, keys, selected, c.sliding_window)
         out, attention = window.attention(q, (kv, entries), w.sinks, sight, kept.get("attention"))
-        return project(w, out, rope), attention
+        return project(c, w, out, rope), attention
 
     if w.compressor is None:
         added, attention = read(kv[:, :0], kernels.tokens(tokens.segments[:, :0]))
@@ -177,12 +177,12 @@ def attention(
     return added, loss, {"attention": attention, "selection": (selected, loss)}
 
 
-def project(w: CompressedAttention, out: jax.Array, rope: RopeTable) -> jax.Array:
+def project(c: Model, w: CompressedAttention, out: jax.Array, rope: RopeTable) -> jax.Array:
     """Attention's output [B N S H], with the values' rotation, -> [B S D]: first turned back, as the query's is."""
     cos, sin = rope
     out = rotate(out, (cos, -sin))
-    groups, (batch, heads, length, size) = w.out_down.shape[0], out.shape
-    out = out.reshape(batch, groups, heads // groups, length, size)
+    batch, heads, *rest = out.shape
+    out = out.reshape(batch, c.o_groups, heads // c.o_groups, *rest)
     return matmul("bsgr,grd->bsd", matmul("bgnsh,gnhr->bsgr", out, w.out_down), w.out_up)
 
 
