@@ -94,7 +94,7 @@ def table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
 def _weights(model: Model) -> Iterator[Row]:
     """A row for each weight; those of a stack of layers under a row for the stack."""
     for block, weights in _blocks(model).items():
-        layers = 0 if "" in weights else next(iter(weights.values())).shape[0]
+        layers = next(iter(weights.values())).shape[0] if block in (*deepseek.STACKS, "mtp") else 0
         if layers:
             size = sum(p.size for p in weights.values())
             yield f"{block} x {layers}", "", f"{size // layers:,}", f"{size:,}", ""
@@ -102,7 +102,7 @@ def _weights(model: Model) -> Iterator[Row]:
             shape = " x ".join(map(str, p.shape[1:] if layers else p.shape))
             one = f"{p.size // layers:,}" if layers else ""
             split = " ".join(axis for axis in p.spec if axis) or "-"
-            yield f"  {path}" if layers else block, shape, one, f"{p.size:,}", split
+            yield f"  {path}" if layers else ".".join(filter(None, (block, path))), shape, one, f"{p.size:,}", split
 
 
 def _counts(model: Model) -> Iterator[Row]:

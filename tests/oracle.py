@@ -351,6 +351,14 @@ def cross_entropy(w, x, row, steps):
     return nll, z, count, logits
 
 
+def mtp_input(c, w, module, x, row, depth):
+    """What enters the layer of an MTP module, and which tokens do (V3, section 2.2)."""
+    following = [ahead(row, t, depth + 1) for t in range(len(x))]
+    embedded = w.embed[[token if token is not None else 0 for token in following]]
+    both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
+    return np.concatenate(both, -1) @ module.projection, np.array([token is not None for token in following])
+
+
 def layers(w, layer):
     """Stack, place in it, and weights of each layer of the main model. Kinds take turns in a stack."""
     for stack in ("dense_layers", "hash_layers", "moe_layers", "last_layers"):
@@ -388,11 +396,15 @@ def run(c, w, bias, batch, layer):
 
     def trunk(row, real):
         x = w.embed[row["tokens"]]
-        if c.hc_mult is not None:
-            x = np.repeat(x[:, None], c.hc_mult, 1)
+        x = x if c.hc_mult is None else np.repeat(x[:, None], c.hc_mult, 1)
         for number, (stack, i, weights) in enumerate(layers(w, layer)):
             x = one_layer(number, stack, i, weights, x, row, real)
         return norm(joined(c, w.hyper, x), w.norm, c.rms_norm_eps)
+
+    def mtp(depth, x, row):
+        module = layer(w.mtp, depth)
+        x, real = mtp_input(c, w, module, x, row, depth)
+        return norm(one_layer(None, "mtp", depth, module.layer, x, row, real), module.head_norm, c.rms_norm_eps)
 
     for r in range(len(batch["tokens"])):
         row = {name: values[r] for name, values in batch.items()}
@@ -403,14 +415,8 @@ def run(c, w, bias, batch, layer):
         x = trunk(row, real)
         nll, z, count, logits = cross_entropy(w, x, row, 1)
         add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
-        for depth in range(sizes["mtp"]):  # V3, section 2.2
-            module, following = layer(w.mtp, depth), [ahead(row, t, depth + 1) for t in range(len(x))]
-            real = np.array([token is not None for token in following])
-            embedded = w.embed[[token if token is not None else 0 for token in following]]
-            both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
-            x = np.concatenate(both, -1) @ module.projection
-            x = one_layer(None, "mtp", depth, module.layer, x, row, real)
-            x = norm(x, module.head_norm, c.rms_norm_eps)
+        for depth in range(sizes["mtp"]):
+            x = mtp(depth, x, row)
             nll, _, count, _ = cross_entropy(w, x, row, depth + 2)
             add(f"mtp_{depth + 1}", nll, count)
     return terms, loads, np.stack(all_logits)

@@ -233,10 +233,10 @@ def test_what_is_kept_is_also_kept_by_name(ratio):
         return jaxprs.count(jaxprs.live(fn, *args))["dot_general"]
 
     def forward(w, y):
-        return compressed.attend(MODEL, ratio, w, y, given(*rows()))
+        return compressed.attention(MODEL, ratio, w, y, given(*rows()))
 
     def loss(w, y, kept=None):
-        out, loss, _ = compressed.attend(MODEL, ratio, w, y, given(*rows()), kept)
+        out, loss, _ = compressed.attention(MODEL, ratio, w, y, given(*rows()), kept)
         return jnp.sum(out * probe()) + (jnp.zeros(()) if loss is None else loss)
 
     def decided(w, y):

@@ -44,6 +44,8 @@ CASES = {
     "split, mHC and a hash layer, in 2 parts": tiny.config(
         tiny.HYPER, "batch_split", (1, 2, 2), keep=("attention",), optimizer={"accumulate_steps": 2}
     ),
+    "plain, V4, nothing recomputed": tiny.config(tiny.V4, "plain", (1, 2, 2), keep=("everything",)),
+    "split, V4, in 2 parts": tiny.config(tiny.V4, "batch_split", (1, 2, 2), optimizer={"accumulate_steps": 2}),
     "plain, float8, nothing recomputed": tiny.config(
         tiny.V3, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
     ),

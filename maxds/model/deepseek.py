@@ -178,8 +178,8 @@ def router_bias(c: Model) -> dict[str, jax.Array]:
 
 
 def bias_name(stack: str) -> str:
-    """The path of the router biases of a stack, among those of weights."""
-    return f"{stack}.router_bias"
+    """The path of what the routers of a stack read, biases or a table, among those of weights."""
+    return f"{stack}.expert_table" if stack == "hash_layers" else f"{stack}.router_bias"
 
 
 def paths(c: Model) -> list[str]:
