@@ -373,9 +373,8 @@ def run(c, w, bias, batch, layer):
 
     `layer(stack, i)` gives layer i's weights of a stack.
     """
-    own = [] if c.index_topk is None else ["indexer"]
-    own += [f"mtp_{n + 1}" for n in range(c.num_nextn_predict_layers)]
-    terms = {k: [0.0, 0] for k in ["main", "z_loss", "balance", *own]}
+    terms = {k: [0.0, 0] for k in ["main", "z_loss", "balance", "indexer"]}
+    terms |= {f"mtp_{n + 1}": [0.0, 0] for n in range(c.num_nextn_predict_layers)}
     sizes = collections.Counter(stack for stack, _, _ in layers(w, layer))
     sizes["mtp"] = c.num_nextn_predict_layers
     loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in sizes.items() if n and k != "dense_layers"}
@@ -387,9 +386,7 @@ def run(c, w, bias, batch, layer):
     def one_layer(number, stack, i, weights, x, row, real):
         given = bias[stack][i] if stack in bias else None
         x, balance, load, indexer = decoder_layer(c, number, weights, given, x, row, real)
-        add("balance", balance, 0)
-        if c.index_topk is not None:
-            add("indexer", indexer, 0)
+        add("balance", balance, 0), add("indexer", indexer, 0)
         if load is not None:
             loads[stack][i] += load
         return x
@@ -409,9 +406,7 @@ def run(c, w, bias, batch, layer):
     for r in range(len(batch["tokens"])):
         row = {name: values[r] for name, values in batch.items()}
         real = row["segments"] > 0
-        add("balance", 0.0, int(real.any()))
-        if c.index_topk is not None:
-            add("indexer", 0.0, real.sum())
+        add("balance", 0.0, int(real.any())), add("indexer", 0.0, real.sum())
         x = trunk(row, real)
         nll, z, count, logits = cross_entropy(w, x, row, 1)
         add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
@@ -419,4 +414,6 @@ def run(c, w, bias, batch, layer):
             x = mtp(depth, x, row)
             nll, _, count, _ = cross_entropy(w, x, row, depth + 2)
             add(f"mtp_{depth + 1}", nll, count)
+    if c.index_topk is None:
+        del terms["indexer"]
     return terms, loads, np.stack(all_logits)
