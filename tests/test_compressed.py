@@ -288,11 +288,11 @@ def test_of_equal_entries_the_first_are_selected():
             np.testing.assert_array_equal(np.flatnonzero(found[row, t]), before + np.arange(count))
 
 
-def test_more_entries_than_there_are_to_select_are_not_looked_at_and_all_are_where_they_are_few():
+def test_nothing_is_selected_where_all_entries_are_few_enough():
     few, many = (dataclasses.replace(MODEL, index_topk=n) for n in (LENGTH // 4 - 1, LENGTH // 4))
     (out, loss, kept), (same, same_loss, none) = (attend(4, weights(4), stream(), model=model) for model in (few, many))
     assert kept["selection"][0] is not None and none["selection"][0] is None
-    short = np.arange(len(ROWS)) > 1  # of the rows of one document, the last tokens see one more
+    short = np.arange(len(ROWS)) > 1  # in rows of one document, its last tokens see one entry more than are selected
     np.testing.assert_allclose(out[short], same[short], rtol=0, atol=1e-6)
     assert float(loss) != float(same_loss)
 

@@ -76,10 +76,8 @@ class Blocks:
 
 def declare(c: Model, ratio: int) -> CompressedAttention:
     """Declares the attention of a layer of this ratio."""
-    d, n, h, rank, groups, std = (
-        *(c.hidden_size, c.num_attention_heads, c.head_dim, c.q_lora_rank or 0, c.o_groups),
-        c.initializer_range,
-    )
+    d, n, h, rank = c.hidden_size, c.num_attention_heads, c.head_dim, c.q_lora_rank or 0
+    groups, std = c.o_groups, c.initializer_range
     return CompressedAttention(
         norm=norm(d),
         q_down=Param((d, rank), P("fsdp"), "io", std),

@@ -7,6 +7,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 |----------------|----------------------------|----------------------------|-------------------------------------------|
 | attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128            |
 | to selected    | XLA, by tiles              | XLA, by tiles              | XLA, by tiles                             |
+| to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | XLA, by blocks of queries                 |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 

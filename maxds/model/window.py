@@ -31,7 +31,7 @@ class Sight:
 
     @property
     def back(self) -> int:
-        """Tokens of a row before a query that it may attend to, and a few more."""
+        """Tokens that a query looks back, its own included: no more than there are."""
         return min(self.window, self.segments.shape[1])
 
 
