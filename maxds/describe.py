@@ -94,7 +94,7 @@ def table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
 def _weights(model: Model) -> Iterator[Row]:
     """A row for each weight; those of a stack of layers under a row for the stack."""
     for block, weights in _blocks(model).items():
-        layers = 0 if "" in weights else next(iter(weights.values())).shape[0]
+        layers = next(iter(weights.values())).shape[0] if block in (*deepseek.STACKS, "mtp") else 0
         if layers:
             size = sum(p.size for p in weights.values())
             yield f"{block} x {layers}", "", f"{size // layers:,}", f"{size:,}", ""
@@ -102,7 +102,7 @@ def _weights(model: Model) -> Iterator[Row]:
             shape = " x ".join(map(str, p.shape[1:] if layers else p.shape))
             one = f"{p.size // layers:,}" if layers else ""
             split = " ".join(axis for axis in p.spec if axis) or "-"
-            yield f"  {path}" if layers else block, shape, one, f"{p.size:,}", split
+            yield f"  {path}" if layers else ".".join(filter(None, (block, path))), shape, one, f"{p.size:,}", split
 
 
 def _counts(model: Model) -> Iterator[Row]:
@@ -145,12 +145,14 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
 
         return _size(params_lib.derive(one, weights))
 
+    around = declared.embed, declared.hyper, declared.norm, declared.head
+    turn = deepseek.stacks(config.model)["moe_layers"].turns(params_lib.unstacked(declared.moe_layers))
     found = {
         f"parameters, {precision.params}": _size(local),
         f"optimizer state, {kind} in {state}": _size(moments),
         "gradients" + (", of a part and of those before" if sums == 2 else ""): sums * _size(local),
-        "embedding and head, gathered": gathered((declared.embed, declared.norm, declared.head)),
-        f"MoE layers gathered at a time: {layers}": layers * gathered(params_lib.unstacked(declared.moe_layers)),
+        "embedding and head, gathered": gathered(around),
+        f"MoE layers gathered at a time: {layers}": layers * max(map(gathered, turn)),
     }
     if float8:
         rounded = params_lib.derive(lambda p: _part(p, axes, "float8_e4m3fn") if p.in_matmul else None, declared)

@@ -2,13 +2,15 @@
 
 The formula is "causal: 6·active matmul parameters + causal attention". A multiply-add is two FLOPs, and the backward
 pass costs twice the forward. A token attends to half of the sequence on average, or to what an indexer, which scores
-all of that half, selects of it. Of the experts those count that a token goes to. Norms, rotary embeddings, softmax and
-the embedding's lookup do not count, nor does what rematerialization computes again.
+all of that half, selects of it; with V4's attention, to a window and to compressed entries. Of the experts those count
+that a token goes to. Norms, rotary embeddings, softmax and the embedding's lookup do not count, nor does what
+rematerialization computes again.
 """
 
 import re
+from fractions import Fraction
 
-from maxds.config import Model
+from maxds.config import OVERLAPPED, Model
 
 FORMULA = "causal: 6·active matmul parameters + causal attention"
 
@@ -32,50 +34,68 @@ _PEAKS = {
 def per_token(model: Model, sequence_length: int) -> dict[str, int]:
     """Training FLOPs of one token in a sequence of `sequence_length` tokens, by block, and their `total`.
 
-    `projections` are the matmuls of MLA, `attention` its scores and weighted sums, and `indexer` both of the indexer.
-    `mtp` holds the MTP layers with the projections that feed them, `mtp_head` their passes through the output head.
+    `projections` are the matmuls around attention, `attention` its scores and weighted sums, and `indexer` both of the
+    indexer; `hyper_connections` is what the weights of streams are made by. `mtp` holds the MTP layers with the
+    projections that feed them, `mtp_head` their passes through the output head.
     """
     hidden, modules = model.hidden_size, model.num_nextn_predict_layers
-    most = min(model.index_topk or sequence_length, sequence_length)  # keys of a token
-    keys = most * (2 * sequence_length - most)  # of a token on average, times 2 * sequence_length
-    attention = model.num_attention_heads * (model.qk_head_dim + model.v_head_dim) * keys // (2 * sequence_length)
-    indexer = _indexer(model, sequence_length)
-    projections = _projections(model)
+    layers = [attention(model, ratio, sequence_length) for ratio in model.compress_ratios or (None,)]
+    alike = 1 if model.compress_ratios else model.num_hidden_layers
+    one_module = sum(attention(model, None, sequence_length).values()) if modules else 0
     router = hidden * model.n_routed_experts
     experts = 3 * hidden * model.moe_intermediate_size * (model.num_experts_per_tok + model.n_shared_experts)
-    head = hidden * model.vocab_size
+    head, streams = hidden * model.vocab_size, model.hc_mult or 0
     multiplies = {
-        "projections": model.num_hidden_layers * projections,
-        "attention": model.num_hidden_layers * attention,
-        "indexer": model.num_hidden_layers * indexer,
+        **{name: alike * sum(layer[name] for layer in layers) for name in layers[0]},
         "dense_mlp": model.first_k_dense_replace * 3 * hidden * model.intermediate_size,
         "router": model.num_moe_layers * router,
         "experts": model.num_moe_layers * experts,
+        "hyper_connections": streams * hidden * streams * (2 * (2 + streams) * model.num_hidden_layers + 1),
         "head": head,
-        "mtp": modules * (projections + attention + indexer + router + experts + 2 * hidden * hidden),
+        "mtp": modules * (one_module + router + experts + 2 * hidden * hidden),
         "mtp_head": modules * head,
     }
     blocks = {name: 6 * count for name, count in multiplies.items()}
     return blocks | {"total": sum(blocks.values())}
 
 
-def _projections(model: Model) -> int:
-    """Matmul parameters of one layer's MLA."""
+def attention(model: Model, ratio: int | None, length: int) -> dict[str, int]:
+    """Multiplications of one layer by a token, of a ratio of `compress_ratios` or with multi-head latent attention."""
     hidden, heads, rank = model.hidden_size, model.num_attention_heads, model.q_lora_rank
-    query = heads * model.qk_head_dim
-    queries = hidden * query if rank is None else rank * (hidden + query)
-    latent = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
-    keys_values = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-    return queries + latent + keys_values + heads * model.v_head_dim * hidden
+    if ratio is None:
+        query = heads * model.qk_head_dim
+        queries = hidden * query if rank is None else rank * (hidden + query)
+        latent = hidden * (model.kv_lora_rank + model.qk_rope_head_dim)
+        keys_values = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+        attended = _attended(model.index_topk or length, length)
+        return {
+            "projections": queries + latent + keys_values + heads * model.v_head_dim * hidden,
+            "attention": int(heads * (model.qk_head_dim + model.v_head_dim) * attended),
+            "indexer": _indexer(model, length, hidden * model.index_head_dim) if model.index_topk else 0,
+        }
+    size, series = model.head_dim, 2 if ratio == OVERLAPPED else 1
+    out = model.o_lora_rank * (heads * size + model.o_groups * hidden)
+    entries, pooled = (length // ratio, 2 * series * hidden) if ratio else (0, 0)
+    most = model.index_topk if ratio == OVERLAPPED and model.index_topk else entries
+    attended = _attended(model.sliding_window, length) + _attended(most, entries)
+    return {
+        "projections": (rank or 0) * (hidden + heads * size) + hidden * size + out + pooled * size,
+        "attention": int(2 * heads * size * attended),
+        "indexer": _indexer(model, entries, pooled * model.index_head_dim) if ratio == OVERLAPPED else 0,
+    }
 
 
-def _indexer(model: Model, length: int) -> int:
-    """Multiplications of one layer's indexer by a token: its projections, and its scores of half of the tokens."""
-    if model.index_topk is None:
-        return 0
+def _attended(most: int, length: int) -> Fraction:
+    """Keys of a token, on average over a sequence of so many, if it sees those before it and attends to `most`."""
+    most = min(most, length)
+    return Fraction(most * (2 * length - most), 2 * length) if length else Fraction()
+
+
+def _indexer(model: Model, keys: int, of_keys: int) -> int:
+    """Multiplications of one layer's indexer by a token: its projections, and its scores of half of the keys."""
     heads, size = model.index_n_heads, model.index_head_dim
-    projections = (model.q_lora_rank or 0) * heads * size + model.hidden_size * (size + heads)
-    return projections + length * heads * (size + 1) // 2
+    projections = (model.q_lora_rank or 0) * heads * size + model.hidden_size * heads + of_keys
+    return projections + keys * heads * (size + 1) // 2
 
 
 def peak(device_kind: str) -> float | None:

@@ -66,8 +66,29 @@ class Layer:
     always: tuple[str, ...] = ()  # kept whatever config says: decisions that a replay must not take again
 
 
-Run = Callable[[Tree, Tree, Microbatches, Sequence[Tree]], tuple[Microbatches, Tree]]
-"""(stacked weights, stacked given, microbatches, their given) -> (microbatches, what `observe` saw of each layer)."""
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """One of the layers that take turns in a stack: all are like it, or two or more kinds alternate.
+
+    What ends a layer is what the next one begins with, so `combine` and `pending` are the same for all members.
+    """
+
+    layer: Layer
+    exchange: Exchange
+
+    @functools.cached_property
+    def first(self) -> Exchange:
+        """How the weights of the first stage travel."""
+        return self.exchange.part([self.layer.stages[0].name])
+
+    @functools.cached_property
+    def rest(self) -> Exchange:
+        """And those of the other stages."""
+        return self.exchange.part([stage.name for stage in self.layer.stages[1:]])
+
+
+Run = Callable[[Sequence[Tree], Sequence[Tree], Microbatches, Sequence[Tree]], tuple[Microbatches, list[Tree]]]
+"""(members' stacked weights, their stacked given, microbatches, their given) -> (microbatches, what `observe` saw)."""
 
 
 def input_name(stage: str) -> str:
@@ -83,8 +104,27 @@ def total(trees: Sequence[Tree]) -> Tree:
 # ------------------------------------------------------------------------------------------ plain
 
 
-def plain(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequence[str]) -> Run:
+def plain(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]) -> Run:
     """One layer after the other; the backward pass is JAX's."""
+    layers = [_one_by_one(member, keep, offload) for member in members]
+
+    def run(params, given, xs, contexts):
+        def block(xs, of_block):
+            seen = []
+            for layer, stored, own in zip(layers, *of_block, strict=True):
+                xs, more = layer(xs, stored, own, contexts)
+                seen.append(more)
+            return xs, seen
+
+        stored = [(own, jax.vmap(m.exchange.quantize)(own)) for m, own in zip(members, params, strict=True)]
+        return lax.scan(block, xs, (stored, list(given)))
+
+    return run
+
+
+def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> Callable:
+    """A layer, (microbatches, stored weights, given, their given) -> (microbatches, seen), that keeps what is named."""
+    layer, exchange = member.layer, member.exchange
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(*layer.always, *keep),
         names_which_can_be_offloaded=offload,
@@ -107,12 +147,7 @@ def plain(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequen
             seen.append(layer.observe(kept))
         return outs, total(seen)
 
-    def run(params, given, xs, contexts):
-        body = jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
-        stored = params, jax.vmap(exchange.quantize)(params)
-        return lax.scan(lambda xs, of_layer: body(xs, *of_layer, contexts), xs, (stored, given))
-
-    return run
+    return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
 
 
 def recompute_nothing(primitive, *avals, **params) -> bool:
@@ -236,73 +271,130 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
     return dxs, dws
 
 
-def batch_split(layer: Layer, exchange: Exchange, keep: Sequence[str], offload: Sequence[str]) -> Run:
+def batch_split(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]) -> Run:
     """Two microbatches; weights gathered a step ahead, gradients scattered a step behind, and over DCN a layer later.
 
-    No layer is peeled off the two scans, so the compiler sees one forward and one backward layer:
-    microbatch b enters with a pending combine that adds nothing. The weights of the last layer's
-    first stage are handed to the backward pass, which needs them first.
+    No layer is peeled off the two scans, so the compiler sees one forward and one backward turn of the members:
+    microbatch b enters with a pending combine that adds nothing.
     """
-    keep = (input_name(layer.stages[0].name), *layer.always, *keep)
-    first, rest = exchange.part([layer.stages[0].name]), exchange.part([stage.name for stage in layer.stages[1:]])
-
-    def gather(part, stored, i):
-        return part.gather(*(at(part.of(tree), i) for tree in stored))
+    split = _Split(members, keep, offload)
 
     @jax.custom_vjp
     def run(params, given, xs, contexts):
-        return run_forward(params, given, xs, contexts)[0]
+        return split.forward(params, given, xs, contexts)[0]
 
-    def run_forward(params, given, xs, contexts):
-        num_layers = jax.tree.leaves(params)[0].shape[0]
-        stored = params, jax.vmap(exchange.quantize)(params)
-
-        def one_layer(carry, i):
-            xs, w = carry
-            w = w | gather(rest, stored, i)
-            ahead = gather(first, stored, jnp.minimum(i + 1, num_layers - 1))
-            xs, tape = forward(layer, w, [Given(at(given, i), c) for c in contexts], xs)
-            seen = total([layer.observe(_merged(tape, m)) for m in range(len(xs))])
-            return (xs, ahead), (tape.only((*keep, *offload)).moved(offload, jax.memory.Space.Host), seen)
-
-        start = [xs[0], layer.pending(xs[1])], gather(first, stored, 0)
-        (xs, w), (tapes, seen) = lax.scan(one_layer, start, jnp.arange(num_layers))
-        return ([xs[0], layer.combine(xs[1])], seen), (stored, given, contexts, w, tapes)
-
-    def run_backward(residuals, cotangents):
-        stored, given, contexts, w, tapes = residuals
-        params, _ = stored
-        num_layers = jax.tree.leaves(params)[0].shape[0]
-
-        def settle(grads, i, shards):
-            """Puts the gradients of the first stage of layer i + 2, and of the others of layer i + 1."""
-            above = put(first.of(grads), (i + 2) % num_layers, first.reduce(first.of(shards)))
-            return above | put(rest.of(grads), (i + 1) % num_layers, rest.reduce(rest.of(shards)))
-
-        def one_layer(carry, of_layer):
-            dxs, w, dw_above, shards, grads = carry
-            tape, i = of_layer
-            w = w | gather(rest, stored, i)
-            w_below = gather(first, stored, jnp.maximum(i - 1, 0))
-            grads = settle(grads, i, shards)  # zeros on the first two layers
-            shards = first.scatter(dw_above)
-            tape = tape.moved(offload, jax.memory.Space.Device)
-            dxs, dws = backward(layer, w, [Given(at(given, i), c) for c in contexts], tape, dxs)
-            shards |= rest.scatter(rest.total([rest.of(dw) for dw in dws]))
-            return (dxs, w_below, first.total([first.of(dw) for dw in dws]), shards, grads), None
-
-        dxs, _ = cotangents
-        dw = first.total([jax.tree.map(jnp.zeros_like, slots(w))])
-        shards = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(exchange.shards, at(params, 0)))
-        start = list(dxs), w, dw, shards, zeros(params)
-        (dxs, _, dw, shards, grads), _ = lax.scan(one_layer, start, (tapes, jnp.arange(num_layers)), reverse=True)
-        grads = settle(grads, -1, shards)
-        grads |= put(first.of(grads), 0, first.reduce(first.scatter(dw)))
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), exchange.finish(grads), params)
-        return grads, None, dxs, None
-
-    run.defvjp(run_forward, run_backward)
+    run.defvjp(split.forward, split.backward)
     return run
+
+
+@dataclasses.dataclass(frozen=True)
+class _Split:
+    """The forward and the backward pass of `batch_split`. Members are counted on past their number: into the next turn.
+
+    Where arguments are called so: `stored` is by member what lies in this device's memory, (shards, `quantize` of
+    them); `i` is a turn, and `m` a member.
+    """
+
+    members: Sequence[Member]
+    keep: Sequence[str]
+    offload: Sequence[str]
+
+    def gather_first(self, stored, i, m):
+        """The weights of a layer's first stage; those of the nearest layer where there is none."""
+        turn, m = divmod(m, len(self.members))
+        last = _turns(stored) - 1
+        return _gather(self.members[m].first, stored[m], jnp.clip(i + turn, 0, last))
+
+    def kept(self, member, tape):
+        """What of a tape is to be kept, where it is to be kept."""
+        names = input_name(member.layer.stages[0].name), *member.layer.always, *self.keep, *self.offload
+        return tape.only(names).moved(self.offload, jax.memory.Space.Host)
+
+    def forward(self, params, given, xs, contexts):
+        """Returns what `run` does, and all that `backward` needs."""
+        stored = [(own, jax.vmap(m.exchange.quantize)(own)) for m, own in zip(self.members, params, strict=True)]
+
+        def one_turn(carry, i):
+            xs, w = carry
+            tapes, seen = [], []
+            for m, member in enumerate(self.members):
+                w = w | _gather(member.rest, stored[m], i)
+                ahead = self.gather_first(stored, i, m + 1)
+                xs, tape = forward(member.layer, w, [Given(at(given[m], i), c) for c in contexts], xs)
+                seen.append(total([member.layer.observe(_merged(tape, b)) for b in range(len(xs))]))
+                tapes.append(self.kept(member, tape))
+                w = ahead
+            return (xs, w), (tapes, seen)
+
+        ends = self.members[0].layer
+        start = [xs[0], ends.pending(xs[1])], self.gather_first(stored, 0, 0)
+        (xs, w), (tapes, seen) = lax.scan(one_turn, start, jnp.arange(_turns(stored)))
+        return ([xs[0], ends.combine(xs[1])], seen), (stored, given, contexts, w, tapes)
+
+    def backward(self, residuals, cotangents):
+        """Returns the gradients of the arguments of `forward`."""
+        stored, given, contexts, w, tapes = residuals
+        (dxs, _), params = cotangents, [own for own, _ in stored]
+
+        def one_turn(carry, of_turn):
+            dxs, w, dw, shards, grads = carry
+            tapes, i = of_turn
+            for m, member in reversed(list(enumerate(self.members))):
+                w = w | _gather(member.rest, stored[m], i)
+                w_below = self.gather_first(stored, i, m - 1)
+                grads = self.settle(grads, i, m, shards)  # zeros on the first two layers
+                first = self.members[(m + 1) % len(self.members)].first.scatter(dw)
+                tape = tapes[m].moved(self.offload, jax.memory.Space.Device)
+                dxs, dws = backward(member.layer, w, [Given(at(given[m], i), c) for c in contexts], tape, dxs)
+                shards = first, member.rest.scatter(member.rest.total([member.rest.of(d) for d in dws]))
+                dw, w = member.first.total([member.first.of(d) for d in dws]), w_below
+            return (dxs, w, dw, shards, grads), None
+
+        if len(self.members) > 1:  # else these are what `forward` has gathered last
+            w = self.gather_first(stored, _turns(stored), -1)
+        start = list(dxs), w, *self.none_yet(stored), [zeros(own) for own in params]
+        turns = tapes, jnp.arange(_turns(stored))
+        (dxs, _, dw, shards, grads), _ = lax.scan(one_turn, start, turns, reverse=True)
+        grads, first = self.settle(grads, 0, -1, shards), self.members[0].first
+        grads[0] |= put(first.of(grads[0]), 0, first.reduce(first.scatter(dw)))
+        grads = [m.exchange.finish(g) for m, g in zip(self.members, grads, strict=True)]
+        return jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params), None, dxs, None
+
+    def none_yet(self, stored):
+        """Zeros, for gradients of the layers that would be above the last: of gathered weights, and scattered."""
+        above, own = self.members[1 % len(self.members)].first, self.members[0].rest
+        params = [at(of_member, 0) for of_member, _ in stored]
+        first = self.members[0].first
+        gathered = _zeros_of(lambda: first.total([slots(self.gather_first(stored, 0, 0))]))
+        return gathered, (
+            _zeros_of(above.shards, above.of(params[1 % len(self.members)])),
+            _zeros_of(own.shards, own.of(params[0])),
+        )
+
+    def settle(self, grads, i, m, shards):
+        """Puts the gradients of the first stage of the layer two above, and of the other stages of the one above."""
+        grads = list(grads)
+        for part, steps, scattered in zip(("first", "rest"), (2, 1), shards, strict=True):
+            turn, above = divmod(m + steps, len(self.members))
+            exchange: Exchange = getattr(self.members[above], part)
+            new = exchange.reduce(scattered)
+            grads[above] = grads[above] | put(exchange.of(grads[above]), (i + turn) % _turns(grads), new)
+        return grads
+
+
+def _gather(part: Exchange, stored: Tree, i: jax.Array | int) -> Tree:
+    """The weights of some stages of layer `i`, of what lies in this device's memory."""
+    return part.gather(*(at(part.of(tree), i) for tree in stored))
+
+
+def _turns(stacked: Tree) -> int:
+    """How many layers of each member there are."""
+    return jax.tree.leaves(stacked)[0].shape[0]
+
+
+def _zeros_of(fn: Callable, *args: Tree) -> Tree:
+    """Zeros, as what the function would return."""
+    return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *args))
 
 
 def _merged(tape: Tape, microbatch: int) -> dict[str, Tree]:

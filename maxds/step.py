@@ -140,7 +140,9 @@ class Stepper:
     def _balanced(self, bias, load):
         """The router biases that change, after the step."""
         chosen = self.config.optimizer
-        bias = {stack: b for stack, b in bias.items() if optimizer.changes(chosen, deepseek.bias_name(stack))}
+        bias = {
+            k: b for k, b in bias.items() if k != "hash_layers" and optimizer.changes(chosen, deepseek.bias_name(k))
+        }
         return optimizer.balance(bias, load, self.config.loss.router_bias_rate)
 
     def _learning_rate(self, step):
@@ -203,13 +205,11 @@ class Stepper:
         specs = params.specs(self.network.declared), P(), mesh_lib.BATCH
         tapes = jax.shard_map(self.network.tapes, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)
         found = jax.eval_shape(tapes, self.abstract_state.params, self.abstract_state.router_bias, part)
-        layers = {
-            "dense_layers": model.first_k_dense_replace,
-            "moe_layers": model.num_moe_layers + model.num_nextn_predict_layers,
-        }
+        layers = {stack: about.count for stack, about in deepseek.stacks(model).items()}
+        layers["moe_layers"] += model.num_nextn_predict_layers
         total: dict[str, int] = dict.fromkeys(STAGE_NAMES, 0)
-        for stack, tape in found.items():
-            for name, value in tape.named(0).items():
+        for stack, tapes in found.items():
+            for name, value in (item for tape in tapes for item in tape.named(0).items()):
                 if name in total:
                     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(value))
                     total[name] += layers[stack] * self.network.microbatches * size

@@ -5,9 +5,12 @@ time, one token at a time; nothing is packed, batched, sorted or absorbed. Weigh
 a slope can be had to full precision by the complex step: along d, it is Im f(w + i h d) / h.
 Therefore there is no absolute value and no conjugate here, and comparisons look at real parts.
 
-V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071.
+V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071; mHC: arXiv 2512.24880; V4:
+as transformers has it.
 """
 
+import collections
+import dataclasses
 import functools
 import math
 
@@ -32,9 +35,13 @@ def logsumexp(x):
     return top + np.log(np.exp(x - top).sum())
 
 
-def mlp(x, up, down):
+def mlp(c, x, up, down):
     """Up [D 2 F]: gate, then up."""
-    return (silu(x @ up[:, 0]) * (x @ up[:, 1])) @ down
+    gate, up = x @ up[:, 0], x @ up[:, 1]
+    if (limit := c.swiglu_limit) is not None:
+        gate = np.where(gate.real > limit, limit, gate)
+        up = np.where(up.real > limit, limit, np.where(up.real < -limit, -limit, up))
+    return (silu(gate) * up) @ down
 
 
 # ------------------------------------------------------------------------------------- attention
@@ -144,6 +151,73 @@ def mla(c, w, x, positions):
     )
 
 
+# ------------------------------------------------------------------------- attention to entries (V4)
+
+
+def turned(c, x, position):
+    """As `rotate`, of the last dimensions; the rest stays."""
+    still = len(x) - c.qk_rope_head_dim
+    return np.concatenate([x[:still], rotate(c, x[still:], position)])
+
+
+def entries(c, ratio, w, x):
+    """Of each whole block of a document's tokens [n D], one entry: a mean of each channel, weighted by a softmax."""
+    size, found = len(w.norm), []
+    for start in range(0, len(x) - ratio + 1, ratio):
+        own, before = x[start : start + ratio], x[max(start - ratio, 0) : start]
+        values, gates = own @ w.kv, own @ w.gate + w.bias
+        if ratio == 4:
+            values, gates = values[:, size:], gates[:, size:]
+            values = np.concatenate([values, before @ w.kv[:, :size]])
+            gates = np.concatenate([gates, before @ w.gate[:, :size] + w.bias[: len(before), :size]])
+        pooled = np.sum(softmax(gates.T).T * values, axis=0)
+        found.append(turned(c, norm(pooled, w.norm, c.rms_norm_eps), start))
+    return found
+
+
+def entry_scores(c, w, x, source, position, keys):
+    """How much one token [D] wants each of the indexer's keys."""
+    scores = np.zeros(len(keys), x.dtype)
+    for head in range(c.index_n_heads if len(keys) else 0):
+        query = turned(c, source @ w.q[:, head], position)
+        match = np.array(keys) @ query * c.index_head_dim**-0.5
+        scores += x @ w.heads[:, head] * c.index_n_heads**-0.5 * np.where(match.real > 0, match, 0)
+    return scores
+
+
+def compressed_attention(c, ratio, w, x):
+    """One document's attention in a layer of this ratio, [n D] -> [n D], from its start.
+
+    And the sum over its tokens of the divergence between what attention and the indexer make of the entries.
+    """
+    plain = dataclasses.replace(c, rope_scaling=None)
+    c = dataclasses.replace(c, rope_theta=c.compress_rope_theta) if ratio else plain
+    eps, in_group = c.rms_norm_eps, c.num_attention_heads // c.o_groups
+    source = norm(x @ w.q_down, w.q_norm, eps)
+    keys = [turned(c, norm(token @ w.kv, w.kv_norm, eps), t) for t, token in enumerate(x)]
+    far = entries(c, ratio, w.compressor, x) if ratio else []
+    index_keys = entries(c, ratio, w.indexer.compressor, constant(x)) if w.indexer else []
+    out, loss = np.zeros_like(x), 0.0
+    for t in range(len(x)):
+        chosen = np.arange((t + 1) // ratio if ratio else 0)
+        if w.indexer:
+            wanted = entry_scores(c, w.indexer, constant(x[t]), constant(source[t]), t, index_keys)
+            chosen = np.sort(np.argsort(-wanted[chosen].real, kind="stable")[: c.index_topk])
+        near = keys[max(t + 1 - c.sliding_window, 0) : t + 1]
+        read, attended = np.array([*near, *(far[j] for j in chosen)]), np.zeros(len(chosen))
+        for head in range(c.num_attention_heads):
+            query = source[t] @ w.q_up[:, head]
+            query = turned(c, query / np.sqrt(query @ query / c.head_dim + eps), t)
+            weights = softmax(np.append(read @ query * c.head_dim**-0.5, w.sinks[head]))[:-1]
+            attended += weights[len(near) :].real
+            group, member = divmod(head, in_group)
+            out[t] += turned(c, weights @ read, -t) @ w.out_down[group, member] @ w.out_up[group]
+        if w.indexer and len(chosen):
+            p = attended / attended.sum()
+            loss += p @ (np.log(p) - wanted[chosen] + logsumexp(wanted[chosen]))
+    return out, loss
+
+
 # --------------------------------------------------------------------------------------- experts
 
 
@@ -159,23 +233,34 @@ def route(c, scores, bias):
     return np.argsort(-preference, kind="stable")[: c.num_experts_per_tok]
 
 
-def moe(c, dispatch, experts, x, bias, real):
-    """One row's experts, [S D] -> what they add [S D], the balance loss of the sequence, and the load [E]."""
+SCORES = {
+    "softmax": softmax,
+    "sigmoid": lambda logits: 1 / (1 + np.exp(-logits)),
+    "sqrtsoftplus": lambda logits: np.sqrt(np.log(1 + np.exp(logits))),
+}
+
+
+def moe(c, dispatch, experts, x, given, tokens, real):
+    """One row's experts, [S D] -> what they add [S D], the balance loss of the sequence, and the load [E].
+
+    Given is the bias [E], or the table [V K] of a hash layer, which has no balance loss.
+    """
     out, load = np.zeros_like(x), np.zeros(c.n_routed_experts, int)
     affinity = np.zeros(c.n_routed_experts, x.dtype)
     for t in np.flatnonzero(real):
         logits = x[t] @ dispatch.router
-        scores = softmax(logits) if c.scoring_func == "softmax" else 1 / (1 + np.exp(-logits))
-        chosen = route(c, scores, bias)
+        scores = SCORES[c.scoring_func](logits)
+        hashed = given is not None and given.ndim == 2
+        chosen = given[tokens[t]] if hashed else route(c, scores, given)
         weights = scores[chosen]
         if c.norm_topk_prob:
             weights = weights / weights.sum()
         for e, weight in zip(chosen, weights, strict=True):
-            out[t] += c.routed_scaling_factor * weight * mlp(x[t], experts.up[e], experts.down[e])
+            out[t] += c.routed_scaling_factor * weight * mlp(c, x[t], experts.up[e], experts.down[e])
             load[e] += 1
         if c.n_shared_experts:
-            out[t] += mlp(x[t], dispatch.shared.up, dispatch.shared.down)
-        affinity += scores / scores.sum()
+            out[t] += mlp(c, x[t], dispatch.shared.up, dispatch.shared.down)
+        affinity += 0 if hashed else scores / scores.sum()
     tokens = max(real.sum(), 1)
     frequency = load * c.n_routed_experts / (c.num_experts_per_tok * tokens)  # V3, eq. 18
     return out, frequency @ affinity / tokens, load
@@ -184,20 +269,66 @@ def moe(c, dispatch, experts, x, bias, real):
 # ----------------------------------------------------------------------------------------- model
 
 
-def decoder_layer(c, w, bias, x, row, real):
-    """[S D] -> [S D]; balance loss; load [E]; the indexer's loss, summed over tokens."""
-    attended, indexer = x.copy(), 0.0
-    y = norm(x, w["attention"].norm, c.rms_norm_eps)
-    for document in set(row["segments"][real]):
-        own = np.flatnonzero((row["segments"] == document) & real)
-        out, divergence = mla(c, w["attention"], y[own], row["positions"][own])
-        attended[own], indexer = attended[own] + out, indexer + divergence
-    if "mlp" in w:
-        y = norm(attended, w["mlp"].norm, c.rms_norm_eps)
-        return attended + mlp(y, w["mlp"].mlp.up, w["mlp"].mlp.down), 0.0, None, indexer
-    y = norm(attended, w["dispatch"].norm, c.rms_norm_eps)
-    out, balance, load = moe(c, w["dispatch"], w["experts"], y, bias, real)
-    return attended + out, balance, load, indexer
+def weigh(c, w, x):
+    """mHC, eq. 5: what a connection's projection makes of the streams [S n D] of each token, [S K]."""
+    return np.einsum("snd,ndk->sk", x / np.sqrt((x * x).mean((1, 2), keepdims=True) + c.rms_norm_eps), w.project)
+
+
+def sigmoid(x):
+    return 1 / (1 + np.exp(-x))
+
+
+def through(c, w, x, stage):
+    """The residual stream [S D] with what a stage makes of it; or the streams [S n D] (mHC, eq. 3 to 9)."""
+    if w is None:
+        return x + stage(x)
+    n, eps, k = c.hc_mult, c.hc_eps, weigh(c, w, x)
+    read, write, mix = k[:, :n], k[:, n : 2 * n], k[:, 2 * n :]
+    read = sigmoid(read * w.scale[0] + w.base[:n]) + eps
+    write = 2 * sigmoid(write * w.scale[1] + w.base[n : 2 * n])
+    mix = softmax((mix * w.scale[2] + w.base[2 * n :]).reshape(-1, n, n)) + eps
+    for i in range(c.hc_sinkhorn_iters):
+        if i > 0:
+            mix = mix / (mix.sum(2, keepdims=True) + eps)
+        mix = mix / (mix.sum(1, keepdims=True) + eps)
+    made = stage(np.einsum("sn,snd->sd", read, x))
+    return write[..., None] * made[:, None] + np.einsum("sij,sid->sjd", mix, x)
+
+
+def joined(c, w, x):
+    """The streams [S n D] after the last layer -> [S D]."""
+    if w is None:
+        return x
+    return np.einsum("sn,snd->sd", sigmoid(weigh(c, w, x) * w.scale + w.base) + c.hc_eps, x)
+
+
+def decoder_layer(c, i, w, given, x, row, real):
+    """Layer i of the model, or None, of [S D] or [S n D] -> the same; balance loss; load [E]; the indexer's loss."""
+    found = {"balance": 0.0, "load": None, "indexer": 0.0}
+    eps = c.rms_norm_eps
+
+    def attend(x):
+        y, made = norm(x, w["attention"].norm, eps), np.zeros_like(x)
+        for document in set(row["segments"][real]):
+            own = np.flatnonzero((row["segments"] == document) & real)
+            if c.compress_ratios is None:
+                made[own], divergence = mla(c, w["attention"], y[own], row["positions"][own])
+            else:
+                made[own], divergence = compressed_attention(c, c.compress_ratios[i], w["attention"], y[own])
+            found["indexer"] += divergence
+        return made
+
+    def dense(x):
+        return mlp(c, norm(x, w["mlp"].norm, eps), w["mlp"].mlp.up, w["mlp"].mlp.down)
+
+    def experts(x):
+        y = norm(x, w["dispatch"].norm, eps)
+        made, found["balance"], found["load"] = moe(c, w["dispatch"], w["experts"], y, given, row["tokens"], real)
+        return made
+
+    x = through(c, w["attention"].hyper, x, attend)
+    x = through(c, w["mlp"].hyper, x, dense) if "mlp" in w else through(c, w["dispatch"].hyper, x, experts)
+    return x, found["balance"], found["load"], found["indexer"]
 
 
 def ahead(row, t, steps):
@@ -220,54 +351,69 @@ def cross_entropy(w, x, row, steps):
     return nll, z, count, logits
 
 
+def mtp_input(c, w, module, x, row, depth):
+    """What enters the layer of an MTP module, and which tokens do (V3, section 2.2)."""
+    following = [ahead(row, t, depth + 1) for t in range(len(x))]
+    embedded = w.embed[[token if token is not None else 0 for token in following]]
+    both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
+    return np.concatenate(both, -1) @ module.projection, np.array([token is not None for token in following])
+
+
+def layers(w, layer):
+    """Stack, place in it, and weights of each layer of the main model. Kinds take turns in a stack."""
+    for stack in ("dense_layers", "hash_layers", "moe_layers", "last_layers"):
+        if (tree := getattr(w, stack)) is not None:
+            kinds = [tree] if "attention" in tree else [tree[kind] for kind in sorted(tree)]
+            for i in range(len(kinds) * len(kinds[0]["attention"].norm)):
+                yield stack, i, layer(kinds[i % len(kinds)], i // len(kinds))
+
+
 def run(c, w, bias, batch, layer):
     """Every term's (sum, count), expert loads by stack [layers E], and logits [B S V].
 
     `layer(stack, i)` gives layer i's weights of a stack.
     """
-    own = [] if c.index_topk is None else ["indexer"]
-    own += [f"mtp_{n + 1}" for n in range(c.num_nextn_predict_layers)]
-    terms = {k: [0.0, 0] for k in ["main", "z_loss", "balance", *own]}
-    stacks = {"moe_layers": c.num_hidden_layers - c.first_k_dense_replace, "mtp": c.num_nextn_predict_layers}
-    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in stacks.items() if n}
+    terms = {k: [0.0, 0] for k in ["main", "z_loss", "balance", "indexer"]}
+    terms |= {f"mtp_{n + 1}": [0.0, 0] for n in range(c.num_nextn_predict_layers)}
+    sizes = collections.Counter(stack for stack, _, _ in layers(w, layer))
+    sizes["mtp"] = c.num_nextn_predict_layers
+    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in sizes.items() if n and k != "dense_layers"}
     all_logits = []
 
     def add(term, value, count):
         terms[term] = [terms[term][0] + value, terms[term][1] + count]
 
-    def one_layer(weights, stack_bias, x, row, real):
-        x, balance, load, indexer = decoder_layer(c, weights, stack_bias, x, row, real)
-        add("balance", balance, 0)
-        if c.index_topk is not None:
-            add("indexer", indexer, 0)
-        return x, load
-
-    def moe_layer(stack, i, weights, x, row, real):
-        x, load = one_layer(weights, bias[stack][i] if stack in bias else None, x, row, real)
-        loads[stack][i] += load
+    def one_layer(number, stack, i, weights, x, row, real):
+        given = bias[stack][i] if stack in bias else None
+        x, balance, load, indexer = decoder_layer(c, number, weights, given, x, row, real)
+        add("balance", balance, 0), add("indexer", indexer, 0)
+        if load is not None:
+            loads[stack][i] += load
         return x
+
+    def trunk(row, real):
+        x = w.embed[row["tokens"]]
+        x = x if c.hc_mult is None else np.repeat(x[:, None], c.hc_mult, 1)
+        for number, (stack, i, weights) in enumerate(layers(w, layer)):
+            x = one_layer(number, stack, i, weights, x, row, real)
+        return norm(joined(c, w.hyper, x), w.norm, c.rms_norm_eps)
+
+    def mtp(depth, x, row):
+        module = layer(w.mtp, depth)
+        x, real = mtp_input(c, w, module, x, row, depth)
+        return norm(one_layer(None, "mtp", depth, module.layer, x, row, real), module.head_norm, c.rms_norm_eps)
 
     for r in range(len(batch["tokens"])):
         row = {name: values[r] for name, values in batch.items()}
         real = row["segments"] > 0
-        add("balance", 0.0, int(real.any()))
-        if c.index_topk is not None:
-            add("indexer", 0.0, real.sum())
-        x = w.embed[row["tokens"]]
-        for i in range(c.first_k_dense_replace):
-            x, _ = one_layer(layer(w.dense_layers, i), None, x, row, real)
-        for i in range(stacks["moe_layers"]):
-            x = moe_layer("moe_layers", i, layer(w.moe_layers, i), x, row, real)
-        x = norm(x, w.norm, c.rms_norm_eps)
+        add("balance", 0.0, int(real.any())), add("indexer", 0.0, real.sum())
+        x = trunk(row, real)
         nll, z, count, logits = cross_entropy(w, x, row, 1)
         add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
-        for depth in range(c.num_nextn_predict_layers):  # V3, section 2.2
-            module, following = layer(w.mtp, depth), [ahead(row, t, depth + 1) for t in range(len(x))]
-            real = np.array([token is not None for token in following])
-            embedded = w.embed[[token if token is not None else 0 for token in following]]
-            both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
-            x = moe_layer("mtp", depth, module.layer, np.concatenate(both, -1) @ module.projection, row, real)
-            x = norm(x, module.head_norm, c.rms_norm_eps)
+        for depth in range(sizes["mtp"]):
+            x = mtp(depth, x, row)
             nll, _, count, _ = cross_entropy(w, x, row, depth + 2)
             add(f"mtp_{depth + 1}", nll, count)
+    if c.index_topk is None:
+        del terms["indexer"]
     return terms, loads, np.stack(all_logits)

@@ -40,6 +40,7 @@ def test_the_blocks_of_deepseek_v3_agree_with_the_formula_written_out_in_its_num
         "dense_mlp": 3 * 3 * 2 * (3 * 7168 * 18432),
         "router": 3 * 58 * 2 * 7168 * 256,
         "experts": 3 * 58 * forward_moe,
+        "hyper_connections": 0,
         "head": 3 * 2 * 7168 * 129280,
         "mtp": 3 * (forward_layer + forward_attention + forward_moe + 2 * 7168 * 256 + 2 * 2 * 7168 * 7168),
         "mtp_head": 3 * 2 * 7168 * 129280,

@@ -105,6 +105,7 @@ PRODUCTS = {  # a row's inputs, by the weights' inputs, outputs
     "bsd,dq->bsq": ((2, 5, 24), (24, 7)),
     "bsq,qnh->bnsh": ((2, 5, 24), (24, 3, 6)),
     "bnsv,ndv->bsd": ((2, 3, 5, 8), (3, 7, 8)),
+    "bgnsh,gnhr->bsgr": ((2, 4, 3, 5, 8), (4, 3, 8, 7)),
 }
 
 
@@ -116,9 +117,12 @@ def axes(letters, within):
     return tuple(i for i, letter in enumerate(within) if letter in letters)
 
 
+def summed(operand, result):
+    return tuple(i for i, letter in enumerate(operand) if letter not in result)
+
+
 def gradient_rounding(dy, over, scale):
-    """Of dy, which is rounded once `scale`, of the other operand, is multiplied into it along the axes `over`."""
-    scale = scale.reshape([n if i in over else 1 for i, n in enumerate(dy.shape)])
+    """Of dy, which is rounded, the axes `over` together, once `scale`, of the other operand, is multiplied into it."""
     return rounding(dy * scale, BACKWARD, over) / scale
 
 
@@ -127,18 +131,18 @@ def gradient_rounding(dy, over, scale):
 def test_a_float8_matmul_is_wrong_by_what_rounding_its_operands_can_do(subscripts, compute):
     of_x, of_w, of_y = subscripts.replace("->", ",").split(",")
     x_shape, w_shape = PRODUCTS[subscripts]
-    rows, inputs, outputs = axes(of_y, of_x), axes(of_w, of_x), axes(of_y, of_w)
-    summed = axes(of_x, of_w)
+    rows, outputs, inputs, inputs_w = axes(of_y, of_x), axes(of_y, of_w), summed(of_x, of_y), summed(of_w, of_y)
     x, w = uneven(x_shape, compute, 0, *rows), uneven(w_shape, np.float32, 1, *outputs)
-    y, pull = jax.vjp(functools.partial(ops.matmul, subscripts), jnp.asarray(x), weight(w, summed, compute))
+    y, pull = jax.vjp(functools.partial(ops.matmul, subscripts), jnp.asarray(x), weight(w, inputs_w, compute))
     dy = uneven(y.shape, compute, 2)
     dx, dw = pull(jnp.asarray(dy))
 
-    scales = [np.asarray(quantize(jnp.asarray(a), FORWARD, over).scale) for a, over in ((w, summed), (x, inputs))]
+    scales = [np.asarray(quantize(jnp.asarray(a), FORWARD, over).scale) for a, over in ((w, inputs_w), (x, inputs))]
     x, w, dy, scale_w, scale_x = (np.float64(a) for a in (x, w, dy, *scales))
-    error_x, error_w = rounding(x, FORWARD, inputs), rounding(w, FORWARD, summed)
-    for_x = gradient_rounding(dy, axes(of_w, of_y), scale_w)
-    for_w = gradient_rounding(dy, axes(of_x, of_y), scale_x)
+    error_x, error_w = rounding(x, FORWARD, inputs), rounding(w, FORWARD, inputs_w)
+    along_y = [np.einsum(f"{of},{of_y}->{of_y}", a, np.ones(dy.shape)) for of, a in ((of_w, scale_w), (of_x, scale_x))]
+    for_x = gradient_rounding(dy, summed(of_y, of_x), along_y[0])
+    for_w = gradient_rounding(dy, summed(of_y, of_w), along_y[1])
     for found, terms, operands, errors in (
         (y, subscripts, (x, w), (error_x, error_w)),
         (dx, f"{of_y},{of_w}->{of_x}", (dy, w), (for_x, error_w)),

@@ -1,4 +1,4 @@
-"""Logits and gradients are those of transformers, in float32, on small random models and packed documents.
+"""Logits, attention and gradients are those of transformers, in float32, on small random models and packed documents.
 
 MAXDS_PARITY_PYTHON names an interpreter that has transformers, where this one does not.
 """
@@ -16,6 +16,7 @@ import tempfile
 import jax
 import numpy as np
 import pytest
+import test_compressed as v4
 import tiny
 
 PYTHON = os.environ.get("MAXDS_PARITY_PYTHON") or (importlib.util.find_spec("transformers") and sys.executable)
@@ -25,6 +26,7 @@ pytestmark = [
 ]
 
 WORKER = pathlib.Path(__file__).with_name("parity_worker.py")
+ATTENTION_WORKER = pathlib.Path(__file__).with_name("attention_worker.py")
 FOLDER = tempfile.TemporaryDirectory()
 YARN = dataclasses.replace(tiny.V32, num_nextn_predict_layers=0)
 OTHER = dataclasses.replace(
@@ -51,14 +53,18 @@ def hf_config(m):
         "n_shared_experts num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor rms_norm_eps "
         "max_position_embeddings index_topk index_n_heads index_head_dim"
     ).split()
-    rope = {"rope_type": "default"}
-    if m.rope_scaling is not None:
-        rope = {"rope_type": m.rope_scaling.type} | dataclasses.asdict(m.rope_scaling)
-        del rope["type"]
     return {key: getattr(m, key) for key in keys} | {
         "num_key_value_heads": m.num_attention_heads,
-        "rope_parameters": rope | {"rope_theta": m.rope_theta},
+        "rope_parameters": hf_rope(m) | {"rope_theta": m.rope_theta},
     }
+
+
+def hf_rope(m):
+    if m.rope_scaling is None:
+        return {"rope_type": "default"}
+    rope = {"rope_type": m.rope_scaling.type} | dataclasses.asdict(m.rope_scaling)
+    del rope["type"]
+    return rope
 
 
 def hf_arrays(m, w, bias=None):
@@ -142,3 +148,71 @@ def test_every_gradient_is_that_of_transformers_which_gives_the_indexer_none(mod
     for name, found in grads.items():
         reference = wanted.get(name, np.zeros_like(found))
         assert np.abs(found - reference).max() <= 1e-4 * np.abs(reference).max(), name
+
+
+# ------------------------------------------------------------------------------------ attention of V4
+
+KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention", 8: "heavily_compressed_attention"}
+
+
+def v4_config(m):
+    """In transformers' keys."""
+    keys = (
+        "hidden_size num_attention_heads q_lora_rank head_dim qk_rope_head_dim sliding_window o_groups o_lora_rank "
+        "index_topk index_n_heads index_head_dim rms_norm_eps rope_theta compress_rope_theta num_hidden_layers "
+        "max_position_embeddings"
+    ).split()
+    return {key: getattr(m, key) for key in keys} | {
+        "layer_types": [KINDS[ratio] for ratio in m.compress_ratios],
+        "compress_rates": {kind: ratio for ratio, kind in KINDS.items() if ratio},
+        "rope_parameters": hf_rope(m),
+    }
+
+
+def v4_attention(w):
+    """Weights, or their gradients, in transformers' names and shapes."""
+
+    def compressor(w):
+        return {
+            "kv_proj.weight": w.kv.T,
+            "gate_proj.weight": w.gate.T,
+            "position_bias": w.bias,
+            "kv_norm.weight": w.norm,
+        }
+
+    found = {
+        "q_a_proj.weight": w.q_down.T,
+        "q_a_norm.weight": w.q_norm,
+        "q_b_proj.weight": w.q_up.reshape(len(w.q_up), -1).T,
+        "kv_proj.weight": w.kv.T,
+        "kv_norm.weight": w.kv_norm,
+        "sinks": w.sinks,
+        "o_a_proj.weight": np.concatenate([g.reshape(-1, g.shape[-1]).T for g in np.asarray(w.out_down)]),
+        "o_b_proj.weight": w.out_up.reshape(-1, w.out_up.shape[-1]).T,
+    }
+    if w.compressor is not None:
+        found |= {f"compressor.{name}": a for name, a in compressor(w.compressor).items()}
+    if w.indexer is not None:
+        own = compressor(w.indexer.compressor)
+        own["q_b_proj.weight"] = w.indexer.q.reshape(len(w.indexer.q), -1).T
+        own["scorer.weights_proj.weight"] = w.indexer.heads.T
+        found |= {f"compressor.indexer.{name}": a for name, a in own.items()}
+    return {name: np.ascontiguousarray(a) for name, a in found.items()}
+
+
+@pytest.mark.parametrize("ratio", KINDS)
+def test_v4_s_attention_and_its_gradients_are_those_of_transformers(ratio):
+    m, w, (segments, _), folder = v4.MODEL, v4.weights(ratio), v4.rows(), pathlib.Path(FOLDER.name)
+    y = np.asarray(v4.ops.rms_norm(v4.stream(), w.norm, m.rms_norm_eps))
+    arrays = {f"weights/{name}": a for name, a in v4_attention(w).items()}
+    arrays |= {"layer": m.compress_ratios.index(ratio), "y": y, "probe": v4.probe(), "segments": segments}
+    np.savez(folder / "in.npz", config=json.dumps(v4_config(m)), **arrays)
+    subprocess.run([PYTHON, ATTENTION_WORKER, folder / "in.npz", folder / "out.npz"], check=True)
+    wanted = dict(np.load(folder / "out.npz"))
+    (out, _, _), (grads, _) = v4.learn(ratio, (1.0, 0.0))
+    real = segments > 0
+    np.testing.assert_allclose(out[real], wanted.pop("out")[real], rtol=0, atol=1e-5)
+    for name, found in v4_attention(grads).items():
+        reference = wanted.pop(name, np.zeros_like(found))
+        assert np.abs(found - reference).max() <= 1e-5 * np.abs(reference).max(), name
+    assert not wanted

@@ -1,5 +1,6 @@
 """Every schedule, mesh and way of saving memory computes the gradients of one device that keeps everything."""
 
+import dataclasses
 import functools
 
 import numpy as np
@@ -11,6 +12,8 @@ from maxds.model import moe
 FLOAT8 = {"matmul": "fp8"}
 TOLERANCE = 1e-5  # of a gradient's largest number
 KEPT = ("attention", "expert_up", "mlp_up")
+# Without the last layer, which is no whole turn: what the gates of its hyper-connections learn is all but cancelled.
+V4 = dataclasses.replace(tiny.V4, num_hidden_layers=5, compress_ratios=tiny.V4.compress_ratios[:5])
 # What is compared with `plain` on one device, whose terms and gradients test_oracle.py compares with the papers.
 # Layers: V3 has 1 dense, 3 MoE and 1 MTP module; V3.2 one MoE less; V2 2 dense and 2 MoE; V2-Lite 1 MoE and 2 MTP.
 CASES = {
@@ -38,6 +41,14 @@ CASES = {
     "split, V3.2, nothing kept, in 2 parts": tiny.config(
         tiny.V32, "batch_split", (1, 2, 2), keep=(), optimizer={"accumulate_steps": 2}
     ),
+    "plain, mHC and a hash layer, nothing recomputed": tiny.config(
+        tiny.HYPER, "plain", (1, 2, 2), keep=("everything",)
+    ),
+    "split, mHC and a hash layer, in 2 parts": tiny.config(
+        tiny.HYPER, "batch_split", (1, 2, 2), keep=("attention",), optimizer={"accumulate_steps": 2}
+    ),
+    "plain, V4, nothing recomputed": tiny.config(V4, "plain", (1, 2, 2), keep=("everything",)),
+    "split, V4, in 2 parts": tiny.config(V4, "batch_split", (1, 2, 2), optimizer={"accumulate_steps": 2}),
     "plain, float8, nothing recomputed": tiny.config(
         tiny.V3, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
     ),

@@ -77,6 +77,36 @@ V2_LITE = dataclasses.replace(
     rope_scaling=None,
     tie_word_embeddings=True,
 )
+HYPER = dataclasses.replace(
+    V3,
+    num_hidden_layers=3,
+    n_group=1,
+    topk_group=1,
+    num_nextn_predict_layers=0,
+    scoring_func="sqrtsoftplus",
+    num_hash_layers=1,
+    swiglu_limit=0.3,
+    hc_mult=3,
+    hc_sinkhorn_iters=3,
+)
+V4 = dataclasses.replace(
+    HYPER,
+    num_hidden_layers=6,
+    first_k_dense_replace=0,
+    kv_lora_rank=0,
+    qk_nope_head_dim=0,
+    v_head_dim=0,
+    compress_ratios=(0, 4, 3, 4, 3, 4),
+    compress_rope_theta=300.0,
+    num_attention_heads=6,
+    head_dim=14,
+    sliding_window=4,
+    o_groups=2,
+    o_lora_rank=18,
+    index_topk=2,
+    index_n_heads=7,
+    index_head_dim=10,
+)
 V32 = dataclasses.replace(V3, num_hidden_layers=3, index_topk=3, index_n_heads=7, index_head_dim=10)
 
 
@@ -132,7 +162,10 @@ def weights(model: Model, draw: int = 0) -> deepseek.Weights:
 def router_bias(model: Model) -> dict[str, np.ndarray]:
     """Biases large enough to change choices."""
     rng = np.random.default_rng(2)
-    return {k: 0.2 * rng.standard_normal(b.shape, np.float32) for k, b in deepseek.router_bias(model).items()}
+    return {
+        k: 0.2 * rng.standard_normal(b.shape, np.float32) if b.dtype == jnp.float32 else np.asarray(b)
+        for k, b in deepseek.router_bias(model).items()
+    }
 
 
 @functools.cache

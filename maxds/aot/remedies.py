@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxds import describe, params
+from maxds import describe, flops, params
 from maxds import mesh as mesh_lib
 from maxds.aot.network import Network
 from maxds.aot.topology import Chip
@@ -180,11 +180,14 @@ def _flops(config: Config) -> dict[str, float]:
     """FLOPs of a token, over all layers, for what is computed again where a name is not kept."""
     m, dense, modules = config.model, config.model.first_k_dense_replace, config.model.num_nextn_predict_layers
     sparse = m.num_moe_layers + modules
-    out = 2.0 * m.num_attention_heads * m.v_head_dim * m.hidden_size
-    pairs = m.num_attention_heads * (m.qk_head_dim + m.v_head_dim) * config.data.sequence_length
-    rows = m.num_experts_per_tok * max(config.schedule.capacity, 1.0)
+    layers = m.compress_ratios or (None,) * (dense + sparse)
+    if m.compress_ratios is None:
+        out = 2.0 * m.num_attention_heads * m.v_head_dim * m.hidden_size
+    else:
+        out = 2.0 * m.o_lora_rank * (m.num_attention_heads * m.head_dim + m.o_groups * m.hidden_size)
+    length, rows = config.data.sequence_length, m.num_experts_per_tok * max(config.schedule.capacity, 1.0)
     return {
-        "attention": (dense + sparse) * pairs,
+        "attention": 2.0 * sum(flops.attention(m, ratio, length)["attention"] for ratio in layers),
         "mlp_input": dense * out,
         "mlp_up": dense * 4.0 * m.hidden_size * m.intermediate_size,
         "dispatch_input": sparse * out,

@@ -11,9 +11,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxds.config import Model
-from maxds.model import indexer, kernels
+from maxds.model import indexer, kernels, residual
 from maxds.model.indexer import Index
 from maxds.model.ops import matmul, rms_norm, rotate, softmax_scale
+from maxds.model.residual import Stream
 from maxds.params import Param, Tree
 from maxds.quantize import dequantized
 from maxds.schedule import Given
@@ -34,6 +35,7 @@ class Attention:
     v_up: Tree  # [C N v_head_dim]
     out: Tree  # [N D v_head_dim]: as TPUs multiply by it
     indexer: Any  # indexer.Indexer, or None
+    hyper: Any  # residual.Connection, or None
 
 
 def declare(c: Model) -> Attention:
@@ -55,6 +57,7 @@ def declare(c: Model) -> Attention:
         v_up=matrix(latent, n, c.v_head_dim, dims="ioo"),
         out=Param((n, d, c.v_head_dim), P(None, "fsdp"), "ioi", c.initializer_range),
         indexer=None if c.index_topk is None else indexer.declare(c),
+        hyper=residual.declare(c),
     )
 
 
@@ -113,8 +116,8 @@ def absorbed(c: Model, w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.
     return jnp.einsum("bnsc,cnv->bnsv", out, dequantized(w.v_up))
 
 
-def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tuple[Tree, Tree]:
-    """`x.h` [B S D] plus the attention of its tokens to what `read` knows.
+def attend_to(c: Model, w: Attention, x: Stream, rope: Tree, read: Callable) -> tuple[Stream, Tree]:
+    """The stream with the attention of its tokens to what `read` knows.
 
     Args:
       rope: cos and sin of the tokens' positions.
@@ -124,16 +127,17 @@ def attend_to(c: Model, w: Attention, x: Tree, rope: Tree, read: Callable) -> tu
     Returns:
       The stream, and whatever else `read` returned.
     """
-    y = rms_norm(x.h, w.norm, c.rms_norm_eps)
+    y, x = residual.read(c, w.hyper, x)
+    y = rms_norm(y, w.norm, c.rms_norm_eps)
     source = query_source(c, w, y)
     q = checkpoint_name(queries(c, w, source, rope), "query")
     index = None if w.indexer is None else indexer.look(c, w.indexer, y, source, rope)
     out, more = read(q, latents(c, w, y, rope), index)
-    return dataclasses.replace(x, h=x.h + matmul("bnsv,ndv->bsd", out, w.out)), more
+    return residual.add(x, matmul("bnsv,ndv->bsd", out, w.out)), more
 
 
-def attend(c: Model, w: Attention, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict]:
-    """The stage: `x.h` [B S D] plus its attention. Keeps the kernel's output and log-sum-exp.
+def attend(c: Model, w: Attention, x: Stream, given: Given, kept: dict | None = None) -> tuple[Stream, dict]:
+    """The stage: the stream with the attention of its tokens. Keeps the kernel's output and log-sum-exp.
 
     With an indexer it also keeps the selection, so that it never differs, beside the indexer's loss.
     """

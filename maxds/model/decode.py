@@ -18,8 +18,8 @@ from jax import lax
 
 from maxds import params as params_lib
 from maxds.mesh import AXES
-from maxds.model import attention, indexer, kernels, ops
-from maxds.model.deepseek import Context, Network, Weights
+from maxds.model import attention, deepseek, indexer, kernels, ops, residual
+from maxds.model.deepseek import Context, Network, Outer, Weights
 from maxds.model.indexer import Index
 from maxds.params import Tree
 from maxds.schedule import Given, at
@@ -53,7 +53,7 @@ class Decoder:
     network: Network
     stacks: dict[str, tuple[Tree, Tree]]  # of layers: their shards, and as `Exchange.quantize` once, not for each token
     bias: dict[str, jax.Array]  # as `deepseek.router_bias`
-    outer: tuple[jax.Array, jax.Array, jax.Array]  # as `Network.outer`: gathered once, not for every token
+    outer: Outer  # as `Network.outer`: gathered once, not for every token
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, size: int) -> tuple[jax.Array, Cache]:
         """Runs prompts through the model.
@@ -143,20 +143,21 @@ class Decoder:
     def _layers(self, batch: dict, cache: Cache, over: Over) -> tuple[jax.Array, Cache]:
         """Embedding and all layers on int32 [B s] `tokens`, `positions`, `segments` -> [B s D]."""
         context = self.network.context(batch)
-        carry = self.network.enter(self.outer[0], batch["tokens"]), cache
+        carry = self.network.enter(self.outer.embed, batch["tokens"]), cache
         first = 0
         for name, stored in self.stacks.items():
             layers = jnp.arange(first, first := first + len(stored[0]["attention"].norm))
             body = self._one_layer(name, context, batch["positions"], over)
             carry, _ = lax.scan(body, carry, (stored, self.bias.get(name), layers))
         x, cache = carry
-        return x.h, cache
+        return residual.leave(self.network.model, self.outer.hyper, x), cache
 
     def _one_layer(self, name: str, context: Context, positions: jax.Array, over: Over) -> Callable:
         """The scan body of one stack: a layer's stages, but for the first, whose place attention to the cache takes."""
         network = self.network
         declared = params_lib.unstacked(getattr(network.declared, name))
-        layer, exchange = network.layer(declared), network.exchange(declared)
+        (kind,) = deepseek.stacks(network.model)[name].kinds
+        layer, exchange = network.layer(kind), network.exchange(declared)
 
         def body(carry, of_layer):
             (x, cache), (stored, bias, i) = carry, of_layer
@@ -175,19 +176,19 @@ class Decoder:
         return body
 
     def _logits(self, h: jax.Array) -> jax.Array:
-        _, norm, head = self.outer
-        h = ops.rms_norm(h, norm, self.network.model.rms_norm_eps)
-        return jnp.matmul(h, head, preferred_element_type=jnp.float32)
+        h = ops.rms_norm(h, self.outer.norm, self.network.model.rms_norm_eps)
+        return jnp.matmul(h, self.outer.head, preferred_element_type=jnp.float32)
 
 
 def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Decoder:
     """Binds a network to this device's shards of its weights."""
     stacks = {}
-    for name in ("dense_layers", "moe_layers"):
-        shards = getattr(weights, name)
-        if shards is not None:
-            exchange = network.exchange(params_lib.unstacked(getattr(network.declared, name)))
-            stacks[name] = shards, jax.vmap(exchange.quantize)(shards)
+    for name in deepseek.stacks(network.model):
+        exchange, shards = (
+            network.exchange(params_lib.unstacked(getattr(network.declared, name))),
+            getattr(weights, name),
+        )
+        stacks[name] = shards, jax.vmap(exchange.quantize)(shards)
     return Decoder(network, stacks, bias, network.outer(weights))
 
 

@@ -1,4 +1,7 @@
-"""The model: embedding -> dense layers -> MoE layers -> head, and MTP modules beside it -> losses.
+"""The model: embedding -> stacks of layers -> head, and MTP modules beside it -> losses.
+
+The layers of a stack are scanned over. They are all alike (dense layers, then MoE layers), or kinds take turns, as in
+V4: what is scanned over then is one turn, and the layers that make no whole turn at the end are a stack of their own.
 
 Losses are sums over this device's tokens, each with the weight (a count) that the step divides it
 by once it is known for the whole global batch: so neither the number of devices nor the number of
@@ -7,8 +10,8 @@ parts that a batch is accumulated over changes what a term is worth.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import flax.struct
 import jax
@@ -19,8 +22,8 @@ from jax.sharding import PartitionSpec as P
 from maxds import params as params_lib
 from maxds import schedule
 from maxds.config import Config, Model
-from maxds.model import attention, moe, ops
-from maxds.model.moe import Stream
+from maxds.model import attention, compressed, moe, ops, residual
+from maxds.model.residual import Stream
 from maxds.params import Exchange, Param, Tree
 
 
@@ -37,53 +40,146 @@ class Mtp:
 
 @flax.struct.dataclass
 class Weights:
-    """Every weight of the model. Layers are stacked on a leading axis."""
+    """Every weight of the model. Layers are stacked on a leading axis; kinds that take turns are called "0", "1", …"""
 
     embed: Tree  # [V D]
-    dense_layers: dict[str, Tree] | None  # {attention, mlp}
-    moe_layers: dict[str, Tree]  # {attention, dispatch, experts}
+    dense_layers: Tree  # {attention, mlp}, or None
+    hash_layers: Tree  # {attention, dispatch, experts} whose experts a table chooses, or None
+    moe_layers: Tree  # {attention, dispatch, experts}
+    last_layers: Tree  # the same, of the turn that is not whole; or None
     mtp: Any  # Mtp, or None
+    hyper: Tree | None  # residual.Connection: joins the streams
     norm: Tree  # [D]
     head: Tree | None  # [D V]; None: the embedding, transposed
+
+
+class Kind(NamedTuple):
+    """What a layer is made of."""
+
+    ratio: int | None  # of Model.compress_ratios; None: multi-head latent attention
+    dense: bool = False
+
+
+class Stack(NamedTuple):
+    """Layers that are scanned over: `count` turns of these kinds."""
+
+    kinds: tuple[Kind, ...]
+    count: int
+
+    def turns(self, tree: Tree) -> list[Tree]:
+        """What belongs to each kind, of something that is stacked like the weights."""
+        return [tree] if len(self.kinds) == 1 else [tree[str(i)] for i in range(len(self.kinds))]
+
+    def split(self, layers: Tree) -> list[Tree]:
+        """What belongs to each kind, of arrays with a leading axis of all layers."""
+        shape = self.count, len(self.kinds)
+        of_turns = jax.tree.map(lambda a: a.reshape(*shape, *a.shape[1:]), layers)
+        return [jax.tree.map(lambda a, i=i: a[:, i], of_turns) for i in range(len(self.kinds))]
+
+    def join(self, of_kinds: list[Tree]) -> Tree:
+        """The inverse of `split`."""
+        return jax.tree.map(lambda *a: jnp.stack(a, 1).reshape(-1, *a[0].shape[1:]), *of_kinds)
+
+
+STACKS = "dense_layers", "hash_layers", "moe_layers", "last_layers"
+
+
+def stacks(c: Model) -> dict[str, Stack]:
+    """The layers of the main model, in order."""
+    ratios = c.compress_ratios or (None,) * c.num_hidden_layers
+    kinds = [Kind(ratio, dense=i < c.first_k_dense_replace) for i, ratio in enumerate(ratios)]
+    routed = c.first_k_dense_replace + c.num_hash_layers
+    hashed, rest = kinds[c.first_k_dense_replace : routed], kinds[routed:]
+    turn = _period(rest)
+    whole = len(rest) // turn
+    found = {
+        "dense_layers": Stack(tuple(kinds[:1]), c.first_k_dense_replace),
+        "hash_layers": Stack(tuple(hashed), 1 if hashed else 0),
+        "moe_layers": Stack(tuple(rest[:turn]), whole),
+        "last_layers": Stack(tuple(rest[whole * turn :]), 1 if len(rest) % turn else 0),
+    }
+    return {name: stack for name, stack in found.items() if stack.count}
+
+
+def _period(kinds: list[Kind]) -> int:
+    """After how many layers they repeat; the last turn need not be whole."""
+    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
+
+
+class Outer(NamedTuple):
+    """Gathered weights around the layers."""
+
+    embed: jax.Array  # [V D]
+    hyper: residual.Connection | None
+    norm: jax.Array  # [D]
+    head: jax.Array  # [D V]
 
 
 @flax.struct.dataclass
 class Context:
     """What every layer is given of a microbatch."""
 
+    tokens: jax.Array  # [B S] int32
     segments: jax.Array  # [B S] int32; 0: padding
-    rope: tuple[jax.Array, jax.Array]  # cos, sin [B S qk_rope_head_dim / 2]
+    positions: jax.Array  # [B S] int32, within the document
+    rope: ops.RopeTable  # [B S qk_rope_head_dim]
+    far_rope: ops.RopeTable | None  # that of layers that compress; None without
 
 
 def declare(c: Model) -> Weights:
     """Every weight's shape, sharding and start. Allocates nothing."""
-    d, std = c.hidden_size, c.initializer_range
-    attend = attention.declare(c)
-    layer = {"attention": attend, "dispatch": moe.declare_dispatch(c), "experts": moe.declare_experts(c)}
-    dense = {"attention": attend, "mlp": moe.declare_dense(c)}
+    d, std, modules = c.hidden_size, c.initializer_range, c.num_nextn_predict_layers
     projection = Param((2 * d, d), P("fsdp"), "io", std)
     norms = {name: attention.norm(d) for name in ("embed_norm", "hidden_norm", "head_norm")}
-    mtp = Mtp(projection=projection, layer=layer, **norms)
-    modules = c.num_nextn_predict_layers
+    mtp = Mtp(projection=projection, layer=_declare_layer(c, Kind(None)), **norms) if modules else None
     return Weights(
         embed=Param((c.vocab_size, d), P(None, "fsdp"), std=std),
-        dense_layers=params_lib.stacked(dense, c.first_k_dense_replace) if c.first_k_dense_replace else None,
-        moe_layers=params_lib.stacked(layer, c.num_moe_layers),
-        mtp=params_lib.stacked(mtp, modules) if modules else None,
+        **{name: _declare_stack(c, stacks(c).get(name)) for name in STACKS},
+        mtp=params_lib.stacked(mtp, modules) if mtp else None,
+        hyper=residual.declare_last(c),
         norm=attention.norm(d),
         head=None if c.tie_word_embeddings else Param((d, c.vocab_size), P("fsdp"), std=std),
     )
 
 
+def _declare_stack(c: Model, stack: Stack | None) -> dict[str, Tree] | None:
+    if stack is None:
+        return None
+    layers = [params_lib.stacked(_declare_layer(c, kind), stack.count) for kind in stack.kinds]
+    return layers[0] if len(layers) == 1 else {str(i): layer for i, layer in enumerate(layers)}
+
+
+def _declare_layer(c: Model, kind: Kind) -> dict[str, Tree]:
+    attend = attention.declare(c) if kind.ratio is None else compressed.declare(c, kind.ratio)
+    if kind.dense:
+        return {"attention": attend, "mlp": moe.declare_dense(c)}
+    return {"attention": attend, "dispatch": moe.declare_dispatch(c), "experts": moe.declare_experts(c)}
+
+
 def router_bias(c: Model) -> dict[str, jax.Array]:
-    """The selection bias of every router, float32 [layers E], zero to start with; empty where the model has none."""
-    stacks = {"moe_layers": c.num_moe_layers, "mtp": c.num_nextn_predict_layers}
-    return {k: jnp.zeros((n, c.n_routed_experts), jnp.float32) for k, n in stacks.items() if n and c.has_router_bias}
+    """What routers read and no gradient changes.
+
+    The selection bias of each expert, float32 [layers E], zero to start with; nothing where the model has none. Of
+    `hash_layers`, the experts of each token, int32 [layers V K]: drawn, and the same for all runs.
+    """
+    sizes = {name: stack.count * len(stack.kinds) for name, stack in stacks(c).items()}
+    routed = {k: n for k, n in sizes.items() if k in ("moe_layers", "last_layers")} | {
+        "mtp": c.num_nextn_predict_layers
+    }
+    biases = {k: jnp.zeros((n, c.n_routed_experts), jnp.float32) for k, n in routed.items() if n and c.has_router_bias}
+    if c.num_hash_layers == 0:
+        return biases
+
+    def table(key: jax.Array) -> jax.Array:
+        drawn = jax.random.uniform(key, (c.vocab_size, c.n_routed_experts))
+        return lax.top_k(drawn, c.num_experts_per_tok)[1].astype(jnp.int32)
+
+    return biases | {"hash_layers": lax.map(table, jax.random.split(jax.random.key(0), c.num_hash_layers))}
 
 
 def bias_name(stack: str) -> str:
-    """The path of the router biases of a stack, among those of weights."""
-    return f"{stack}.router_bias"
+    """The path of what the routers of a stack read, biases or a table, among those of weights."""
+    return f"{stack}.expert_table" if stack == "hash_layers" else f"{stack}.router_bias"
 
 
 def paths(c: Model) -> list[str]:
@@ -126,19 +222,31 @@ class Network:
         compute, ici, dcn = map(jnp.dtype, (precision.compute, precision.reduce, precision.reduce_dcn))
         return Exchange(declared, compute, ici, dcn, self.float8)
 
-    def chain(self, stacked: Tree) -> schedule.Run:
-        """The schedule of config, over a stack of layers declared like this."""
-        declared = params_lib.unstacked(stacked)
-        chosen, layer = self.config.schedule, self.layer(declared)
-        if chosen.kind == "batch_split":
-            return schedule.batch_split(layer, self.exchange(declared), chosen.on_device, chosen.offload)
-        return schedule.plain(layer, self.exchange(declared), chosen.on_device, chosen.offload)
+    def members(self, stack: Stack, declared: Tree) -> list[schedule.Member]:
+        """The layers of a turn, of a stack declared like this."""
+        each = zip(stack.kinds, stack.turns(params_lib.unstacked(declared)), strict=True)
+        return [schedule.Member(self.layer(kind), self.exchange(one)) for kind, one in each]
 
-    def layer(self, declared: dict[str, Tree]) -> schedule.Layer:
-        """A dense or an MoE layer, as the declaration says."""
+    def chain(self, stack: Stack, declared: Tree) -> Callable:
+        """The schedule of config, over a stack: (stacked weights, given, streams, contexts) -> (streams, seen)."""
+        chosen = self.config.schedule
+        scheduled = schedule.batch_split if chosen.kind == "batch_split" else schedule.plain
+        layers = scheduled(self.members(stack, declared), chosen.on_device, chosen.offload)
+
+        def run(weights, given, xs, contexts):
+            xs, seen = layers(stack.turns(weights), stack.split(given), xs, contexts)
+            return xs, stack.join(seen)
+
+        return run
+
+    def layer(self, kind: Kind) -> schedule.Layer:
+        """A dense or an MoE layer."""
         c = self.model
-        attend = schedule.Stage("attention", functools.partial(attention.attend, c))
-        if "mlp" in declared:
+        attend = functools.partial(attention.attend, c)
+        if kind.ratio is not None:
+            attend = functools.partial(compressed.attend, c, kind.ratio)
+        attend = schedule.Stage("attention", attend)
+        if kind.dense:
             mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
             return schedule.Layer(
                 (attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=lambda kept: {}, always=("selection",)
@@ -163,39 +271,47 @@ class Network:
 
     def enter(self, table: jax.Array, tokens: jax.Array) -> Stream:
         """What enters the first layer."""
-        zero = jnp.zeros((), jnp.float32)
-        return Stream(self.embed(table, tokens), zero, None if self.model.index_topk is None else zero)
+        return residual.enter(self.model, self.embed(table, tokens))
 
     def trunk(self, weights: Weights, bias: dict, table: jax.Array, batches: Sequence[dict]):
-        """All layers of the main model on microbatches -> streams before the final norm, expert loads [L E]."""
+        """All layers of the main model on microbatches -> streams before the final norm, {stack: expert load [L E]}."""
         contexts = [self.context(b) for b in batches]
-        xs = [self.enter(table, b["tokens"]) for b in batches]
-        if weights.dense_layers is not None:
-            with jax.named_scope("dense_layers"):
-                xs, _ = self.chain(self.declared.dense_layers)(weights.dense_layers, None, xs, contexts)
-        with jax.named_scope("moe_layers"):
-            chain = self.chain(self.declared.moe_layers)
-            xs, seen = chain(weights.moe_layers, bias.get("moe_layers"), xs, contexts)
-        return xs, contexts, seen["load"]
+        xs, loads = [self.enter(table, b["tokens"]) for b in batches], {}
+        for name, stack in stacks(self.model).items():
+            with jax.named_scope(name):
+                chain = self.chain(stack, getattr(self.declared, name))
+                xs, seen = chain(getattr(weights, name), bias.get(name), xs, contexts)
+            loads |= {name: seen["load"]} if "load" in seen else {}
+        return xs, contexts, loads
 
-    def tapes(self, weights: Weights, bias: dict, batch: dict) -> dict[str, schedule.Tape]:
-        """Stack -> what one of its layers could hand to its backward pass, of one microbatch twice: for its shapes."""
-        table, _, _ = self.outer(weights)
+    def tapes(self, weights: Weights, bias: dict, batch: dict) -> dict[str, list[schedule.Tape]]:
+        """Stack -> what each kind of layer could hand to its backward pass, of one microbatch twice: for its shapes."""
+        table = self.outer(weights).embed
         first = self.split(batch)[0]
         x, context = self.enter(table, first["tokens"]), self.context(first)
         found = {}
-        for stack in [s for s in ("dense_layers", "moe_layers") if getattr(weights, s) is not None]:
-            declared = params_lib.unstacked(getattr(self.declared, stack))
-            shards, layer_bias = schedule.at((getattr(weights, stack), bias.get(stack)), 0)
-            exchange, layer = self.exchange(declared), self.layer(declared)
-            w = exchange.gather(shards, exchange.quantize(shards))
-            given = [schedule.Given(layer_bias, context)] * 2
-            _, found[stack] = schedule.forward(layer, w, given, [x, layer.pending(x)])
+        for name, stack in stacks(self.model).items():
+            members = self.members(stack, getattr(self.declared, name))
+            of_kinds = stack.turns(getattr(weights, name)), stack.split(bias.get(name))
+            found[name] = [self._tape(*of_kind, x, context) for of_kind in zip(members, *of_kinds, strict=True)]
         return found
+
+    def _tape(self, member: schedule.Member, stacked: Tree, given: Tree, x: Stream, context: Context) -> schedule.Tape:
+        shards, of_layer = schedule.at((stacked, given), 0)
+        w = member.exchange.gather(shards, member.exchange.quantize(shards))
+        return schedule.forward(member.layer, w, [schedule.Given(of_layer, context)] * 2, [x, member.layer.pending(x)])[
+            1
+        ]
 
     def context(self, batch: dict) -> Context:
         """What the layers are given of a microbatch."""
-        return Context(batch["segments"], ops.rope_table(self.model, batch["positions"]))
+        c, segments, positions = self.model, batch["segments"], batch["positions"]
+        theta = c.rope_theta if c.compress_ratios is None else c.compress_rope_theta
+        scaled = ops.rope_table(c.qk_rope_head_dim, theta, c.rope_scaling, positions)
+        if c.compress_ratios is None:
+            return Context(batch["tokens"], segments, positions, scaled, None)
+        near = ops.rope_table(c.qk_rope_head_dim, c.rope_theta, None, positions)
+        return Context(batch["tokens"], segments, positions, near, scaled)
 
     def mtp(self, weights: Mtp, bias, outer, xs, contexts, batches):
         """The MTP modules: of each depth, its head norm, streams and targets by microbatch; expert loads [depths E]."""
@@ -203,7 +319,10 @@ class Network:
         found, loads = [], []
         targets = [b["targets"] for b in batches]
         declared = self.declared.mtp
-        chain, entry = self.chain(declared.layer), self.exchange(_without_layer(params_lib.unstacked(declared)))
+        chain, entry = (
+            self.chain(Stack((Kind(None),), 1), declared.layer),
+            self.exchange(_without_layer(params_lib.unstacked(declared))),
+        )
         for depth in range(self.model.num_nextn_predict_layers):
             shards = schedule.at(_without_layer(weights), depth)
             w = entry.fetch(shards, entry.quantize(shards))
@@ -230,13 +349,13 @@ class Network:
         """Makes padding of the positions that nothing follows: there is no token for them to join."""
         return dataclasses.replace(context, segments=jnp.where(ahead < 0, 0, context.segments))
 
-    def outer(self, weights: Weights) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Gathered embedding [V D], final norm [D] and head [D V]."""
-        declared, names = self.declared, ("embed", "norm", "head")
+    def outer(self, weights: Weights) -> Outer:
+        """What is neither of a layer nor of an MTP module, gathered."""
+        declared, names = self.declared, ("embed", "hyper", "norm", "head")
         exchange = self.exchange({n: getattr(declared, n) for n in names})
         shards = {n: getattr(weights, n) for n in names}
         w = exchange.fetch(shards, exchange.quantize(shards))
-        return w["embed"], w["norm"], w["embed"].T if w["head"] is None else w["head"]
+        return Outer(w["embed"], w["hyper"], w["norm"], w["embed"].T if w["head"] is None else w["head"])
 
     def split(self, batch: dict) -> list[dict]:
         """The microbatches of a device's batch: two for batch_split, else one."""
@@ -257,26 +376,26 @@ class Network:
         Returns:
           sum of scale * sum over the terms; {term: sum}, {stack: expert load [L E] int32}.
         """
-        table, norm, head = self.outer(weights)
+        table, hyper, norm, head = self.outer(weights)
         batches = self.split(batch)
-        xs, contexts, load = self.trunk(weights, bias, table, batches)
+        xs, contexts, loads = self.trunk(weights, bias, table, batches)
         head_loss = functools.partial(self._head_loss, head)
-        total, sums = head_loss(norm, xs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
+        hs = [residual.leave(self.model, hyper, x) for x in xs]
+        total, sums = head_loss(norm, hs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
         terms: dict[str, Any] = {"main": sums["nll"], "z_loss": sums["z"]}
-        loads = {"moe_layers": load}
         if weights.mtp is not None:
             found, loads["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), (table, norm), xs, contexts, batches)
             for depth, (norm, xs, targets) in enumerate(found):
                 term = mtp_term(depth)
-                more, sums = head_loss(norm, xs, targets, (scales[term], jnp.zeros(())))
+                more, sums = head_loss(norm, [x.h for x in xs], targets, (scales[term], jnp.zeros(())))
                 total, terms[term] = total + more, sums["nll"]
         for name in ("balance", "indexer") if self.model.index_topk else ("balance",):
             terms[name] = sum(getattr(x, name) for x in xs)  # the last streams carry that of all layers, MTP's too
             total += scales[name] * terms[name]
         return total, (jax.tree.map(lax.stop_gradient, terms), loads)
 
-    def _head_loss(self, head, norm, xs, targets, weights):
-        h = jnp.concatenate([x.h.reshape(-1, x.h.shape[-1]) for x in xs])
+    def _head_loss(self, head, norm, hs, targets, weights):
+        h = jnp.concatenate([h.reshape(-1, h.shape[-1]) for h in hs])
         h = ops.rms_norm(h, norm, self.model.rms_norm_eps)
         joined = jnp.concatenate([t.reshape(-1) for t in targets])
         with jax.named_scope("head"):
@@ -306,9 +425,10 @@ class Network:
 
     def logits(self, weights: Weights, bias: dict, batch: dict) -> jax.Array:
         """Logits [B S V] float32 of one device's batch."""
-        table, norm, head = self.outer(weights)
+        table, hyper, norm, head = self.outer(weights)
         xs, _, _ = self.trunk(weights, bias, table, self.split(batch))
-        h = ops.rms_norm(jnp.concatenate([x.h for x in xs]), norm, self.model.rms_norm_eps)
+        h = jnp.concatenate([residual.leave(self.model, hyper, x) for x in xs])
+        h = ops.rms_norm(h, norm, self.model.rms_norm_eps)
         return jnp.einsum("bsd,dv->bsv", h, head, preferred_element_type=jnp.float32)
 
 

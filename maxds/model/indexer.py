@@ -9,7 +9,6 @@ alone, which all heads share.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -21,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxds.config import Model
 from maxds.model import kernels, sparse
+from maxds.model.kernels import Keys
 from maxds.model.ops import layer_norm, matmul, rotate_halves
 from maxds.params import Param, Tree
 
@@ -43,7 +43,7 @@ class Index:
     """What the indexer makes of tokens."""
 
     q: jax.Array  # [B I S index_head_dim]
-    k: jax.Array  # [B S index_head_dim]
+    k: jax.Array  # [B Z index_head_dim], of the Z keys
     heads: jax.Array  # [B I S] float32, multiplied by the scale of scores
 
 
@@ -52,10 +52,16 @@ class Attended:
     """What attention did, for the indexer to learn from."""
 
     q: jax.Array  # [B N S H], multiplied by the softmax scale
-    k: jax.Array  # [B N S H]
+    k: jax.Array  # [B N Z H]; [B 1 Z H] where all heads share them
     lse: jax.Array  # [B N S] float32: log-sum-exp of the scores
     selected: jax.Array | None  # as `select`
     segments: jax.Array  # [B S]
+    keys: Keys | None = None  # the Z; None: the tokens
+
+    @property
+    def among(self) -> Keys:
+        """What is attended to."""
+        return self.keys or kernels.tokens(self.segments)
 
 
 def declare(c: Model) -> Indexer:
@@ -86,22 +92,27 @@ def look(c: Model, w: Indexer, x: jax.Array, latent: jax.Array, rope: Tree) -> I
 # ------------------------------------------------------------------------------------------ selection
 
 
-def select(c: Model, index: Index, segments: jax.Array) -> jax.Array | None:
+def select(c: Model, index: Index, segments: jax.Array, keys: Keys | None = None) -> jax.Array | None:
     """The keys that each query attends to, of those of its own document up to its own position.
 
+    Args:
+      index: of the tokens.
+      segments: [B S], of the queries.
+      keys: what is selected among; None: the tokens.
+
     Returns:
-      As `sparse.pack`, [B S ceil(S / 8)] uint8; None where all are few enough.
+      As `sparse.pack`, [B S ceil(Z / 8)] uint8; None where all are few enough.
     """
-    length, topk = segments.shape[1], c.index_topk or 0
-    if length <= topk:
+    size, topk, keys = index.k.shape[1], c.index_topk or 0, keys or kernels.tokens(segments)
+    if size <= topk:
         return None
 
     def block(end: int, _, q, heads, segments_q, first):
-        seen = kernels.visible(segments_q, segments[:, :end], first)
-        return None, sparse.pack(best(_scores(q, heads, index.k[:, :end]), seen, topk), length)
+        seen = kernels.visible(segments_q, keys.before(end), first)
+        return None, sparse.pack(best(_scores(q, heads, index.k[:, : keys.before(end).count]), seen, topk), size)
 
-    _, found = _by_blocks(block, None, (index.q, 2), (index.heads, 2), (segments, 1))
-    return checkpoint_name(_joined(found, 1), "selection")
+    _, found = kernels.by_blocks(block, None, (index.q, 2), (index.heads, 2), (segments, 1))
+    return checkpoint_name(kernels.joined(found, 1), "selection")
 
 
 def select_among(c: Model, index: Index, keys: jax.Array, seen: jax.Array) -> jax.Array:
@@ -146,32 +157,6 @@ def _of_rank(numbers: jax.Array, rank: jax.Array, bits: int) -> jax.Array:
     return lax.fori_loop(0, bits, one_bit, jnp.zeros((*numbers.shape[:-1], 1), jnp.uint32))
 
 
-def _by_blocks(fn: Callable, carry: Tree, *of_queries: tuple[jax.Array, int]) -> tuple[Tree, list[Tree]]:
-    """Scans fn(end, carry, *blocks, first) -> (carry, result) over blocks of queries that see keys before `end`.
-
-    Args:
-      fn: `first` is the first position of the block.
-      carry: of the scan.
-      *of_queries: arrays, and which of their dimensions is S.
-
-    Returns:
-      The carry, and of each span of queries the results of its blocks, stacked.
-    """
-    (array, axis), found = of_queries[0], []
-    for start, end in kernels.spans(array.shape[axis]):
-        parts = [kernels.blocks(lax.slice_in_dim(a, start, end, axis=i), i) for a, i in of_queries]
-        firsts = start + jnp.arange(len(parts[0])) * parts[0].shape[1 + axis]
-        carry, results = lax.scan(lambda c, xs, end=end: fn(end, c, *xs), carry, (*parts, firsts))
-        found.append(results)
-    return carry, found
-
-
-def _joined(found: list[jax.Array], axis: int) -> jax.Array:
-    """Blocks of queries of all spans, [n ... block ...], side by side along `axis`."""
-    spans = [jnp.moveaxis(blocks, 0, axis) for blocks in found]
-    return jnp.concatenate([s.reshape(*s.shape[:axis], -1, *s.shape[axis + 2 :]) for s in spans], axis)
-
-
 def _scores(q: jax.Array, heads: jax.Array, k: jax.Array) -> jax.Array:
     """[B I Q H], [B I Q], [B Z H] -> [B Q Z] float32, head by head."""
 
@@ -205,11 +190,12 @@ def divergence(index: Index, attended: Attended, kept: jax.Array | None = None) 
         return kept
 
     def block(end: int, total, q, heads, *of_attention):
-        scores = _scores(q, heads, index.k[:, :end])
-        p, log_q = _distributions(scores, attended, of_attention)
+        keys = attended.among.before(end)
+        scores = _scores(q, heads, index.k[:, : keys.count])
+        p, log_q = _distributions(scores, attended, keys, of_attention)
         return total + jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - log_q), 0)), None
 
-    return _by_blocks(block, jnp.zeros((), jnp.float32), *_of_queries(index, attended))[0]
+    return kernels.by_blocks(block, jnp.zeros((), jnp.float32), *_of_queries(index, attended))[0]
 
 
 def _divergence_backward(residuals, dy):
@@ -217,13 +203,14 @@ def _divergence_backward(residuals, dy):
     index, attended, kept = residuals
 
     def block(end: int, dk, q, heads, *of_attention):
-        k = index.k[:, :end]
-        p, log_q = _distributions(_scores(q, heads, k), attended, of_attention)
+        keys = attended.among.before(end)
+        k = index.k[:, : keys.count]
+        p, log_q = _distributions(_scores(q, heads, k), attended, keys, of_attention)
         more, found = _scores_backward(q, heads, k, jnp.where(log_q > -jnp.inf, jnp.exp(log_q) - p, 0) * dy)
-        return dk.at[:, :end].add(more), found
+        return dk.at[:, : keys.count].add(more), found
 
-    dk, found = _by_blocks(block, jnp.zeros(index.k.shape, jnp.float32), *_of_queries(index, attended))
-    dq, dheads = (_joined([of_span[i] for of_span in found], 2) for i in (0, 1))
+    dk, found = kernels.by_blocks(block, jnp.zeros(index.k.shape, jnp.float32), *_of_queries(index, attended))
+    dq, dheads = (kernels.joined([of_span[i] for of_span in found], 2) for i in (0, 1))
     return Index(dq, dk.astype(index.k.dtype), dheads), None, jax.tree.map(jnp.zeros_like, kept)
 
 
@@ -236,23 +223,22 @@ def _of_queries(index: Index, attended: Attended) -> list[tuple[jax.Array, int]]
     return found if attended.selected is None else [*found, (attended.selected, 1)]
 
 
-def _distributions(scores: jax.Array, attended: Attended, of_attention: Any) -> tuple[jax.Array, jax.Array]:
+def _distributions(scores: jax.Array, attended: Attended, keys: Keys, of_attention: Any) -> tuple[jax.Array, jax.Array]:
     """p and log q of a block of queries, [B Q Z]; 0 and -inf where nothing is attended to, and for padding."""
     q, lse, segments, *selected, first = of_attention
-    size = scores.shape[-1]
-    seen = kernels.visible(segments, attended.segments[:, :size], first)
-    if selected:
-        seen = sparse.unpack(selected[0])[..., :size]
-    log_q = jax.nn.log_softmax(scores, where=seen)
-    k = attended.k[:, :, :size]
+    seen = sparse.unpack(selected[0])[..., : keys.count] if selected else kernels.visible(segments, keys, first)
+    k = attended.k[:, :, : keys.count]
 
     def one(total, head):
-        q_head, k_head, lse_head = (lax.dynamic_index_in_dim(a, head, 1, keepdims=False) for a in (q, k, lse))
+        q_head, lse_head = (lax.dynamic_index_in_dim(a, head, 1, keepdims=False) for a in (q, lse))
+        k_head = lax.dynamic_index_in_dim(k, jnp.minimum(head, k.shape[1] - 1), 1, keepdims=False)
         return total + jnp.exp(_dots(q_head, k_head) - lse_head[..., None]), None
 
     total, _ = lax.scan(one, jnp.zeros_like(scores), jnp.arange(q.shape[1]))
-    real = seen & (segments > 0)[..., None]
-    return jnp.where(real, total / q.shape[1], 0), jnp.where(real, log_q, -jnp.inf)
+    total = jnp.where(seen & (segments > 0)[..., None], total, 0)
+    mass = jnp.sum(total, axis=-1, keepdims=True)  # not the number of heads, if they also attend to other keys
+    log_q = jax.nn.log_softmax(scores, where=seen)
+    return total / jnp.where(mass > 0, mass, 1), jnp.where(seen & (mass > 0), log_q, -jnp.inf)
 
 
 def _scores_backward(q, heads, k, dscores):

@@ -7,12 +7,14 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 |----------------|----------------------------|----------------------------|-------------------------------------------|
 | attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128            |
 | to selected    | XLA, by tiles              | XLA, by tiles              | XLA, by tiles                             |
+| to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | XLA, by blocks of queries                 |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -23,7 +25,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxds.model import sparse, tpu
-from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
+from maxds.quantize import BACKWARD, FORWARD, Quantized, Tree, quantize
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
@@ -100,17 +102,64 @@ def _is_for_splash(q: jax.Array) -> bool:
     return "TPU" in _device_kind() and q.shape[2] % 128 == 0
 
 
-def blocks(x: jax.Array, axis: int) -> jax.Array:
-    """Splits the sequence axis into a leading axis of query blocks: [n ... block ...]."""
-    size = x.shape[axis]
-    block = QUERY_BLOCK if size % QUERY_BLOCK == 0 else size
+@flax.struct.dataclass
+class Keys:
+    """What queries may attend to: the tokens of a row, or entries that stand for blocks of them, in their order."""
+
+    segments: jax.Array  # [B Z] int32
+    last: jax.Array  # [B Z], or [1 Z], int32: where in the row the last token of each is
+    ratio: int = flax.struct.field(pytree_node=False, default=1)  # tokens of a block
+
+    @property
+    def count(self) -> int:
+        """Z."""
+        return self.segments.shape[1]
+
+    def before(self, end: int) -> "Keys":
+        """Those that queries before `end` can see: all others are complete later."""
+        count = end // self.ratio
+        return dataclasses.replace(self, segments=self.segments[:, :count], last=self.last[:, :count])
+
+
+def tokens(segments: jax.Array) -> Keys:
+    """The tokens themselves, [B S]."""
+    return Keys(segments, jnp.arange(segments.shape[1])[None])
+
+
+def blocks(x: jax.Array, axis: int, most: int | None = None) -> jax.Array:
+    """Splits the sequence axis into a leading axis of query blocks, of QUERY_BLOCK or `most`: [n ... block ...]."""
+    size, most = x.shape[axis], most or QUERY_BLOCK
+    block = most if size % most == 0 else size
     return jnp.moveaxis(x.reshape(*x.shape[:axis], size // block, block, *x.shape[axis + 1 :]), axis, 0)
 
 
-def _joined(x: jax.Array) -> jax.Array:
-    """The inverse of `blocks`, of blocks [n B N block ...]."""
-    x = jnp.moveaxis(x, 0, 2)
-    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+def by_blocks(
+    fn: Callable, carry: Tree, *of_queries: tuple[jax.Array, int], most: int | None = None
+) -> tuple[Tree, list[Tree]]:
+    """Scans fn(end, carry, *blocks, first) -> (carry, result) over blocks of queries that see keys before `end`.
+
+    Args:
+      fn: `first` is the first position of the block.
+      carry: of the scan.
+      *of_queries: arrays, and which of their dimensions is S.
+      most: as of `blocks`.
+
+    Returns:
+      The carry, and of each span of queries the results of its blocks, stacked.
+    """
+    (array, axis), found = of_queries[0], []
+    for start, end in spans(array.shape[axis]):
+        parts = [blocks(lax.slice_in_dim(a, start, end, axis=i), i, most) for a, i in of_queries]
+        firsts = start + jnp.arange(len(parts[0])) * parts[0].shape[1 + axis]
+        carry, results = lax.scan(lambda c, xs, end=end: fn(end, c, *xs), carry, (*parts, firsts))
+        found.append(results)
+    return carry, found
+
+
+def joined(found: list[jax.Array], axis: int) -> jax.Array:
+    """Blocks of queries of all spans, [n ... block ...], side by side along `axis`."""
+    of_spans = [jnp.moveaxis(of_span, 0, axis) for of_span in found]
+    return jnp.concatenate([s.reshape(*s.shape[:axis], -1, *s.shape[axis + 2 :]) for s in of_spans], axis)
 
 
 def spans(length: int) -> list[tuple[int, int]]:
@@ -120,17 +169,17 @@ def spans(length: int) -> list[tuple[int, int]]:
     return [(start, start + size) for start in range(0, length, size)]
 
 
-def visible(segments_q: jax.Array, segments: jax.Array, first: jax.Array | int) -> jax.Array:
-    """[B Q Z] bool: whether queries from position `first` on see the first Z keys."""
+def visible(segments_q: jax.Array, keys: Keys, first: jax.Array | int) -> jax.Array:
+    """[B Q Z] bool: whether queries from position `first` on see the keys."""
     query = first + jnp.arange(segments_q.shape[1])
-    causal = query[:, None] >= jnp.arange(segments.shape[1])
-    return causal & (segments_q[:, :, None] == segments[:, None, :])
+    causal = query[:, None] >= keys.last[:, None, :]
+    return causal & (segments_q[:, :, None] == keys.segments[:, None, :])
 
 
 def _scores(q, k, segments_q, segments, first):
     """Masked scores [B N Q Z] in float32 of one block of queries, from position `first` on, with the first Z keys."""
     scores = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=jnp.float32)
-    return jnp.where(visible(segments_q, segments, first)[:, None], scores, -jnp.inf)
+    return jnp.where(visible(segments_q, tokens(segments), first)[:, None], scores, -jnp.inf)
 
 
 def _attend(q, k, v, segments):
@@ -153,7 +202,7 @@ def _attend_span(start, q, k, v, segments):
     queries = blocks(q, 2)
     firsts = start + jnp.arange(len(queries)) * queries.shape[3]
     out, lse = lax.map(block, (queries, blocks(segments[:, start:], 1), firsts))
-    return _joined(out), _joined(lse)
+    return joined([out], 2), joined([lse], 2)
 
 
 def _attend_backward(q, k, v, segments, kept, dout):
@@ -184,7 +233,7 @@ def _attend_span_backward(start, k, v, segments, of_queries):
     firsts = start + jnp.arange(len(parts[0])) * parts[0].shape[3]
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
     (dk, dv), dq = lax.scan(block, zeros, (*parts, blocks(segments[:, start:], 1), firsts))
-    return _joined(dq), dk, dv
+    return joined([dq], 2), dk, dv
 
 
 # --------------------------------------------------------------------------------- grouped matmul

@@ -23,9 +23,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxds.config import Model
-from maxds.model import kernels
+from maxds.model import kernels, residual
 from maxds.model.attention import norm
 from maxds.model.ops import matmul, rms_norm, swiglu
+from maxds.model.residual import Stream
 from maxds.params import Param, Tree
 from maxds.quantize import BACKWARD, FORWARD, Quantized, gradients, quantize, slots, with_slots
 from maxds.schedule import Given
@@ -45,6 +46,7 @@ class Dense:
 
     norm: Tree
     mlp: Mlp
+    hyper: Any  # residual.Connection, or None
 
 
 @flax.struct.dataclass
@@ -54,15 +56,7 @@ class Dispatch:
     norm: Tree  # [D]
     router: Tree  # [D E]
     shared: Mlp | None  # the shared experts are one MLP of n_shared_experts times the width
-
-
-@flax.struct.dataclass
-class Stream:
-    """What runs through the layers."""
-
-    h: jax.Array  # [B S D], the residual stream
-    balance: jax.Array  # float32 scalar: the balance loss of the layers so far, summed over sequences
-    indexer: jax.Array | None  # float32 scalar: the indexers' loss so far, summed over tokens; None without indexers
+    hyper: Any  # residual.Connection, or None
 
 
 @flax.struct.dataclass
@@ -106,7 +100,7 @@ def declare_mlp(c: Model, width: int) -> Mlp:
 
 def declare_dense(c: Model) -> Dense:
     """Declares the MLP of a dense layer."""
-    return Dense(norm=norm(c.hidden_size), mlp=declare_mlp(c, c.intermediate_size))
+    return Dense(norm(c.hidden_size), declare_mlp(c, c.intermediate_size), residual.declare(c))
 
 
 def declare_dispatch(c: Model) -> Dispatch:
@@ -116,6 +110,7 @@ def declare_dispatch(c: Model) -> Dispatch:
         norm=norm(c.hidden_size),
         router=Param((c.hidden_size, c.n_routed_experts), P("fsdp"), "io", c.initializer_range, float32=True),
         shared=declare_mlp(c, width) if width else None,
+        hyper=residual.declare(c),
     )
 
 
@@ -132,11 +127,11 @@ def declare_experts(c: Model) -> Mlp:
 
 
 def dense(c: Model, w: Dense, x: Stream, given: Given, kept: dict | None = None) -> tuple[Stream, dict]:
-    """The stage of a dense layer: `x.h` plus its MLP. Keeps the gate and up product."""
-    y = rms_norm(x.h, w.norm, c.rms_norm_eps)
-    up = kept_product(y, w.mlp.up, (kept or {}).get("mlp_up"))
+    """The stage of a dense layer: its MLP. Keeps the gate and up product."""
+    y, x = residual.read(c, w.hyper, x)
+    up = kept_product(rms_norm(y, w.norm, c.rms_norm_eps), w.mlp.up, (kept or {}).get("mlp_up"))
     up = checkpoint_name(up, "mlp_up")
-    return dataclasses.replace(x, h=x.h + matmul("bsf,fd->bsd", swiglu(up), w.mlp.down)), {"mlp_up": up}
+    return residual.add(x, matmul("bsf,fd->bsd", swiglu(up, c.swiglu_limit), w.mlp.down)), {"mlp_up": up}
 
 
 @jax.custom_vjp
@@ -159,7 +154,12 @@ kept_product.defvjp(lambda *args: (kept_product(*args), args), _kept_product_bac
 def score(c: Model, w: Dispatch, y: jax.Array) -> jax.Array:
     """Affinity of each token to each expert, [T D] -> [T E], in float32 throughout."""
     logits = jnp.matmul(y.astype(jnp.float32), w.router, precision=lax.Precision.HIGHEST)
-    return jax.nn.softmax(logits, axis=-1) if c.scoring_func == "softmax" else jax.nn.sigmoid(logits)
+    match c.scoring_func:
+        case "softmax":
+            return jax.nn.softmax(logits, axis=-1)
+        case "sigmoid":
+            return jax.nn.sigmoid(logits)
+    return jnp.sqrt(jax.nn.softplus(logits))
 
 
 def choose(c: Model, scores: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -219,15 +219,16 @@ def dispatch(
     Keeps the routing, so that it never differs.
     """
     segments = given.tokens.segments
-    y = rms_norm(x.h, w.norm, c.rms_norm_eps)
-    h = x.h
+    y, x = residual.read(c, w.hyper, x)
+    y = rms_norm(y, w.norm, c.rms_norm_eps)
     if w.shared is not None:
         up = checkpoint_name(matmul("bsd,df->bsf", y, w.shared.up), "shared_up")
-        h += matmul("bsf,fd->bsd", swiglu(up), w.shared.down)
+        x = residual.add(x, matmul("bsf,fd->bsd", swiglu(up, c.swiglu_limit), w.shared.down))
     y = y.reshape(-1, y.shape[-1])
     scores = score(c, w, y)
     if kept is None:
-        chosen = jnp.where(segments.reshape(-1, 1) > 0, choose(c, scores, given.layer), c.n_routed_experts)
+        wanted = given.layer[given.tokens.tokens.reshape(-1)] if hashed(given) else choose(c, scores, given.layer)
+        chosen = jnp.where(segments.reshape(-1, 1) > 0, wanted, c.n_routed_experts)
         kept = {"routing": checkpoint_name((chosen.reshape(-1), sort(c, all_gather(chosen))), "routing")}
     chosen, routing = kept["routing"]
     chosen = chosen.reshape(len(scores), -1)
@@ -235,8 +236,14 @@ def dispatch(
     rows = rows_at_a_time(weights.size, lax.axis_size("expert"), capacity)
     tokens = of_all(float8, y)
     routed = checkpoint_name(kernels.rows_of_tokens(tokens, routes(routing, rows, 0, weights.shape)), "dispatched")
-    stream = dataclasses.replace(x, h=h, balance=x.balance + balance_loss(c, scores, chosen, segments))
-    return Dispatched(stream, y, routed, weights, routing), kept
+    if not hashed(given):
+        x = dataclasses.replace(x, balance=x.balance + balance_loss(c, scores, chosen, segments))
+    return Dispatched(x, y, routed, weights, routing), kept
+
+
+def hashed(given: Given) -> bool:
+    """Whether a table chooses the experts of a token, [V K] int32, instead of its scores."""
+    return given.layer is not None and given.layer.dtype == jnp.int32
 
 
 def all_gather(x: jax.Array) -> jax.Array:
@@ -327,28 +334,28 @@ def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, ..
 
 def experts(c: Model, w: Mlp, x: Dispatched, given: Given, kept: dict | None = None) -> tuple[Computed, dict]:
     """The stage: this device's experts, each on its tokens. Keeps the gate and up product of the first round."""
-    found: Any = _all_rounds(x.rows, (w, x.y, x.weights), x.routing, (kept or {}).get("expert_up"))
+    operands, kept_up = (w, x.y, x.weights), (kept or {}).get("expert_up")
+    found: Any = _all_rounds(c.swiglu_limit, x.rows, operands, x.routing, kept_up)
     rows, more, up = found
-    stream = dataclasses.replace(x.stream, h=x.stream.h + more.reshape(x.stream.h.shape))
-    return Computed(stream, rows, x.routing), {"expert_up": up}
+    return Computed(residual.add(x.stream, more.reshape(x.stream.shape)), rows, x.routing), {"expert_up": up}
 
 
-def _multiplied(w: Mlp, x: jax.Array, weights: jax.Array, routing: Routing, i, kept=None):
+def _multiplied(limit: float | None, w: Mlp, x: jax.Array, weights: jax.Array, routing: Routing, i, kept=None):
     """Rows x [R D] of round i -> what each adds to its token [R D], and their up product [R 2F]."""
     ends, first = jnp.cumsum(routing.sizes), i * len(x)
     here = jnp.clip(ends, first, first + len(x)) - jnp.clip(ends - routing.sizes, first, first + len(x))
     up = kernels.grouped_matmul(x, w.up, here, kept)
     weight = kernels.rows_of_pairs(weights, routes(routing, len(x), i, weights.shape))
-    return kernels.grouped_matmul(swiglu(up) * weight[:, None].astype(up.dtype), w.down, here), up
+    return kernels.grouped_matmul(swiglu(up, limit) * weight[:, None].astype(up.dtype), w.down, here), up
 
 
-def _further_round(rows: int, i, operands, routing: Routing):
+def _further_round(limit: float | None, rows: int, i, operands, routing: Routing):
     """What round i adds to this device's tokens [T D], moving its rows by itself."""
     w, y, weights = operands
     route = routes(routing, rows, i, weights.shape)
     float8 = isinstance(w.up, Quantized)
     x = kernels.rows_of_tokens(of_all(float8, y), route)
-    found = home(float8, kernels.tokens_of_rows(_multiplied(w, x, weights, routing, i)[0], route))
+    found = home(float8, kernels.tokens_of_rows(_multiplied(limit, w, x, weights, routing, i)[0], route))
     return lax.optimization_barrier(found)  # else the compiler would scatter even the sum over no rounds
 
 
@@ -357,36 +364,36 @@ def _rounds(rows, routing):
     return (routing.most + rows - 1) // rows
 
 
-@jax.custom_vjp
-def _all_rounds(rows, operands, routing, kept):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _all_rounds(limit, rows, operands, routing, kept):
     """As many rounds as the routing fills; the first is always computed, and the only one kept of."""
     w, y, weights = operands
 
     def further(i, more):
-        return more + _further_round(len(rows), i, operands, routing)
+        return more + _further_round(limit, len(rows), i, operands, routing)
 
-    out, up = _multiplied(w, rows, weights, routing, 0, kept)
+    out, up = _multiplied(limit, w, rows, weights, routing, 0, kept)
     return out, lax.fori_loop(1, _rounds(len(rows), routing), further, jnp.zeros_like(y)), up
 
 
-def _all_rounds_forward(rows, operands, routing, kept):
-    found: Any = _all_rounds(rows, operands, routing, kept)
+def _all_rounds_forward(limit, rows, operands, routing, kept):
+    found: Any = _all_rounds(limit, rows, operands, routing, kept)
     out, more, up = found[0], found[1], checkpoint_name(found[2], "expert_up")
     return (out, more, up), (rows, operands, routing, kept, up)
 
 
-def _all_rounds_backward(residuals, cotangents):
+def _all_rounds_backward(limit, residuals, cotangents):
     rows, operands, routing, kept, up = residuals
     dout, dmore, _ = cotangents
 
     w, y, weights = operands
 
     def first(rows, own, y, weights):
-        return _multiplied(with_slots(w, own), rows, weights, routing, 0, up)[0]
+        return _multiplied(limit, with_slots(w, own), rows, weights, routing, 0, up)[0]
 
     def further(i, grads):
         def run(own, *others):
-            return _further_round(len(rows), i, (with_slots(w, own), *others), routing)
+            return _further_round(limit, len(rows), i, (with_slots(w, own), *others), routing)
 
         return jax.tree.map(jnp.add, grads, lax.optimization_barrier(jax.vjp(run, slots(w), y, weights)[1](dmore)))
 
@@ -399,10 +406,10 @@ _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
 def combine(c: Model, float8: bool, x: Computed) -> Stream:
-    """Sums each token's rows, brings the sum home and adds it to the residual stream. Linear, but for float8."""
+    """Sums each token's rows, brings the sum home and adds it to the stream. Linear, but for float8."""
     shape = len(x.routing.order) // c.num_experts_per_tok, c.num_experts_per_tok
     partial = kernels.tokens_of_rows(x.rows, routes(x.routing, len(x.rows), 0, shape))
-    return dataclasses.replace(x.stream, h=x.stream.h + home(float8, partial).reshape(x.stream.h.shape))
+    return residual.add(x.stream, home(float8, partial).reshape(x.stream.shape))
 
 
 def uncombine(c: Model, capacity: float, float8: bool, kept: dict, dy: Stream) -> Computed:
@@ -414,8 +421,9 @@ def uncombine(c: Model, capacity: float, float8: bool, kept: dict, dy: Stream) -
 def pending(c: Model, capacity: float, x: Stream) -> Computed:
     """A combine that has nothing to add: `combine(pending(x)) == x`."""
     shards = lax.axis_size("expert")
-    pairs = x.h.shape[0] * x.h.shape[1] * shards * c.num_experts_per_tok
-    rows = jnp.zeros((rows_at_a_time(pairs, shards, capacity), x.h.shape[-1]), x.h.dtype)
+    batch, length, width = x.shape
+    pairs = batch * length * shards * c.num_experts_per_tok
+    rows = jnp.zeros((rows_at_a_time(pairs, shards, capacity), width), x.h.dtype)
     none = jnp.zeros((pairs,), jnp.int32)
     sizes = jnp.zeros((c.n_routed_experts // shards,), jnp.int32)
     return Computed(x, rows, Routing(none, none, sizes, jnp.zeros((), jnp.int32)))

@@ -9,7 +9,7 @@ import numpy as np
 import qwix
 from jax import lax
 
-from maxds.config import Model
+from maxds.config import Model, RopeScaling
 from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
 
 # ------------------------------------------------------------------------------------------- matmul
@@ -22,7 +22,7 @@ def matmul(subscripts: str, x: jax.Array, w: jax.Array | Quantized) -> jax.Array
     where it is multiplied by `w`, for each output feature where it is multiplied by `x`.
 
     Args:
-      subscripts: such as "bsd,df->bsf": rows and inputs, inputs and outputs, rows and outputs.
+      subscripts: such as "bsd,df->bsf": rows and inputs, inputs and outputs, rows and outputs. Matrices can be stacked.
       x: activations.
       w: its scales are of outputs.
     """
@@ -35,16 +35,16 @@ def _matmul_float8(subscripts, x, w):
 
 
 def _matmul_float8_forward(subscripts, x, w):
-    of_x, of_w, _ = _dimensions(subscripts)
-    x = quantize(x, FORWARD, over=_places(of_w, of_x))
+    of_x, _, of_y = _dimensions(subscripts)
+    x = quantize(x, FORWARD, over=_inputs(of_x, of_y))
     return qwix.einsum(subscripts, x, w.array), (x, w.array)
 
 
 def _matmul_float8_backward(subscripts, residuals, dy):
     """What is summed over cannot have scales of its own, so those of x and w are first multiplied into dy: exactly."""
     (x, w), (of_x, of_w, of_y) = residuals, _dimensions(subscripts)
-    for_x = quantize(dy * _along(of_y, of_w, w.scale), BACKWARD, over=_places(of_w, of_y))
-    for_w = quantize(dy * _along(of_y, of_x, x.scale), BACKWARD, over=_places(of_x, of_y))
+    for_x = quantize(dy * _along(of_y, of_w, w.scale), BACKWARD, over=_inputs(of_y, of_x))
+    for_w = quantize(dy * _along(of_y, of_x, x.scale), BACKWARD, over=_inputs(of_y, of_w))
     dx = qwix.einsum(f"{of_y},{of_w}->{of_x}", for_x, w.qvalue, preferred_element_type=dy.dtype)
     dw = qwix.einsum(f"{of_x},{of_y}->{of_w}", x.qvalue, for_w, preferred_element_type=dy.dtype)
     return dx, Quantized(None, dw)
@@ -58,8 +58,9 @@ def _dimensions(subscripts: str) -> list[str]:
     return subscripts.replace("->", ",").split(",")
 
 
-def _places(letters: str, within: str) -> tuple[int, ...]:
-    return tuple(i for i, letter in enumerate(within) if letter in letters)
+def _inputs(operand: str, result: str) -> tuple[int, ...]:
+    """The dimensions of an operand that its product has not."""
+    return tuple(i for i, letter in enumerate(operand) if letter not in result)
 
 
 def _along(result: str, operand: str, scale: jax.Array) -> jax.Array:
@@ -86,30 +87,33 @@ def layer_norm(x: jax.Array, scale: jax.Array, bias: jax.Array, eps: float) -> j
     return (y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps) * scale + bias).astype(x.dtype)
 
 
-def swiglu(up: jax.Array) -> jax.Array:
-    """silu(gate) * up of a product [... 2F] whose first half is the gate."""
+def swiglu(up: jax.Array, limit: float | None = None) -> jax.Array:
+    """silu(gate) * up of a product [... 2F] whose first half is the gate. A limit bounds the gate, and |up|."""
     gate, up = jnp.split(up, 2, axis=-1)
+    if limit is not None:
+        gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
     return jax.nn.silu(gate) * up
 
 
 # ----------------------------------------------------------------------------------- rotary embedding
 
 
-def rope_frequencies(config: Model) -> jax.Array:
-    """Radians per position of each pair of rotated dimensions [qk_rope_head_dim / 2]; YaRN if configured.
+RopeTable = tuple[jax.Array, jax.Array]  # cos, sin
+
+
+def rope_frequencies(dim: int, theta: float, yarn: RopeScaling | None) -> jax.Array:
+    """Radians per position of each pair of rotated dimensions [dim / 2]; YaRN if configured.
 
     arXiv 2309.00071, section 3.2: dimensions that turn often within the original context keep their
     frequency, those that turn rarely are slowed by `factor`, and between the two it is a ramp.
     """
-    dim = config.qk_rope_head_dim
-    frequencies = config.rope_theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
-    yarn = config.rope_scaling
+    frequencies = theta ** (-jnp.arange(0, dim, 2, dtype=jnp.float32) / dim)
     if yarn is None:
         return frequencies
 
     def dimension(turns: float) -> float:
         positions = yarn.original_max_position_embeddings
-        return dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+        return dim * math.log(positions / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     low = max(math.floor(dimension(yarn.beta_fast)), 0)
     high = min(math.ceil(dimension(yarn.beta_slow)), dim - 1)
@@ -122,10 +126,10 @@ def yarn_mscale(factor: float, mscale: float) -> float:
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
-def rope_table(config: Model, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [B S qk_rope_head_dim], float32, of positions [B S]; the dimensions of a pair have the same."""
-    angles = positions[..., None].astype(jnp.float32) * jnp.repeat(rope_frequencies(config), 2)
-    yarn, scale = config.rope_scaling, 1.0
+def rope_table(dim: int, theta: float, yarn: RopeScaling | None, positions: jax.Array) -> RopeTable:
+    """cos and sin [B S dim], float32, of positions [B S]; the dimensions of a pair have the same."""
+    angles = positions[..., None].astype(jnp.float32) * jnp.repeat(rope_frequencies(dim, theta, yarn), 2)
+    scale = 1.0
     if yarn is not None:
         scale = yarn_mscale(yarn.factor, yarn.mscale) / yarn_mscale(yarn.factor, yarn.mscale_all_dim)
     return jnp.cos(angles) * scale, jnp.sin(angles) * scale
@@ -139,7 +143,7 @@ def softmax_scale(config: Model) -> float:
     return scale * yarn_mscale(yarn.factor, yarn.mscale_all_dim) ** 2
 
 
-def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate(x: jax.Array, table: RopeTable) -> jax.Array:
     """Rotates the pairs (2j, 2j+1) of the last R dimensions of [B ... S H] by the angles of a table [B S R].
 
     A matrix turns the pairs by a right angle, exactly: taking them apart would cost a TPU several passes over x.
@@ -156,7 +160,7 @@ def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
     return (x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x.dtype)
 
 
-def rotate_halves(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+def rotate_halves(x: jax.Array, table: RopeTable) -> jax.Array:
     """Rotates the pairs (j, j + R/2) of the first R dimensions of [B ... S H] by the angles of a table [B S R]."""
     half = table[0].shape[-1] // 2
     cos, sin = (jnp.expand_dims(t[..., ::2], range(1, x.ndim - 2)) for t in table)

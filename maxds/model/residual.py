@@ -1,0 +1,128 @@
+"""What runs through the layers, and how a layer reads it and writes to it.
+
+One residual stream; or n of them with manifold-constrained hyper-connections (mHC, arXiv 2512.24880): what a stage
+reads is a weighted sum of the streams, what it makes is added to each of them with another weight, and in between they
+are mixed by a matrix whose rows and columns sum to one, so that depth neither blows the streams up nor fades them out.
+
+What a stage has made is added when the next one reads: until then it may be a sum that is still on its way.
+"""
+
+import dataclasses
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from maxds.config import Model
+from maxds.params import Param, Tree
+
+
+@flax.struct.dataclass
+class Stream:
+    """What runs through the layers. Without hyper-connections, `out` and `post` are None."""
+
+    h: jax.Array  # [B S D], or the streams [B n S D]
+    out: Tree  # [B S D]: made, and not added yet
+    post: Tree  # [n B S] float32: what each stream is to get of it
+    balance: jax.Array  # float32 scalar: the balance loss of the layers so far, summed over sequences
+    indexer: Tree  # float32 scalar: the indexers' loss so far, summed over tokens; None without indexers
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[B S D], of what a stage reads and makes."""
+        return (self.h if self.out is None else self.out).shape
+
+
+@flax.struct.dataclass
+class Connection:
+    """Weights of a stage's hyper-connection, of K = 2n + n² outputs; of the last one, which only reads, K = n."""
+
+    project: Tree  # [n D K]
+    scale: Tree  # [3]: of read, write and mix; or [1]
+    base: Tree  # [K]
+
+
+def declare(c: Model) -> Connection | None:
+    """Declares the connection of a stage; None where there is one stream."""
+    return None if c.hc_mult is None else _connection(c, c.hc_mult, c.hc_mult * (2 + c.hc_mult), 3)
+
+
+def declare_last(c: Model) -> Connection | None:
+    """Declares what joins the streams after the last layer."""
+    return None if c.hc_mult is None else _connection(c, c.hc_mult, c.hc_mult, 1)
+
+
+def _connection(c: Model, streams: int, outputs: int, parts: int) -> Connection:
+    project = Param((streams, c.hidden_size, outputs), P(None, "fsdp"), "iio", c.initializer_range, float32=True)
+    scale = Param((parts,), P(None), decay=False, float32=True)
+    return Connection(project, scale, dataclasses.replace(scale, shape=(outputs,), std=0.0))
+
+
+def enter(c: Model, h: jax.Array) -> Stream:
+    """What enters the first layer, of embedded tokens [B S D]: n streams start alike."""
+    zero = jnp.zeros((), jnp.float32)
+    indexer = None if c.index_topk is None else zero
+    if c.hc_mult is None:
+        return Stream(h, None, None, zero, indexer)
+    streams = jnp.broadcast_to(h[:, None], (len(h), c.hc_mult, *h.shape[1:]))
+    return Stream(streams, jnp.zeros_like(h), jnp.zeros((c.hc_mult, *h.shape[:2]), jnp.float32), zero, indexer)
+
+
+def read(c: Model, w: Connection | None, x: Stream) -> tuple[jax.Array, Stream]:
+    """What a stage reads [B S D], and the stream for it to write to."""
+    if w is None:
+        return x.h, x
+    n, h = c.hc_mult or 0, _settled(x)
+    outputs, bases = (jnp.split(a, [n, 2 * n]) for a in (_outputs(c, w, h), w.base))
+    weigh, write, mix = (
+        part * scale + base[:, None, None] for part, scale, base in zip(outputs, w.scale, bases, strict=True)
+    )
+    mix = _doubly_stochastic(c, mix.reshape(n, n, *mix.shape[1:]))
+    mixed = jnp.einsum("ijbs,bisd->bjsd", mix, h.astype(jnp.float32)).astype(h.dtype)
+    y = _joined(jax.nn.sigmoid(weigh) + c.hc_eps, h)
+    return y, dataclasses.replace(x, h=mixed, out=jnp.zeros_like(y), post=2 * jax.nn.sigmoid(write))
+
+
+def add(x: Stream, y: jax.Array) -> Stream:
+    """The stream with what a stage has made, [B S D]."""
+    if x.out is None:
+        return dataclasses.replace(x, h=x.h + y)
+    return dataclasses.replace(x, out=x.out + y)
+
+
+def leave(c: Model, w: Connection | None, x: Stream) -> jax.Array:
+    """What leaves the last layer, [B S D]."""
+    if w is None:
+        return x.h
+    h = _settled(x)
+    return _joined(jax.nn.sigmoid(_outputs(c, w, h) * w.scale + w.base[:, None, None]) + c.hc_eps, h)
+
+
+def _settled(x: Stream) -> jax.Array:
+    """The streams [B n S D], with what was still to be added."""
+    out, post = x.out[:, None].astype(jnp.float32), jnp.moveaxis(x.post, 0, 1)[..., None]
+    return (x.h.astype(jnp.float32) + post * out).astype(x.h.dtype)
+
+
+def _outputs(c: Model, w: Connection, h: jax.Array) -> jax.Array:
+    """[K B S] float32, of all streams normalized together."""
+    h = h.astype(jnp.float32)
+    size = lax.rsqrt(jnp.mean(h * h, axis=(1, 3)) + c.rms_norm_eps)
+    return jnp.einsum("bnsd,ndk->kbs", h, w.project, precision=lax.Precision.HIGHEST) * size
+
+
+def _joined(weights: jax.Array, h: jax.Array) -> jax.Array:
+    """The sum of the streams [B n S D], each times its weight [n B S]."""
+    return jnp.einsum("nbs,bnsd->bsd", weights, h.astype(jnp.float32)).astype(h.dtype)
+
+
+def _doubly_stochastic(c: Model, logits: jax.Array) -> jax.Array:
+    """[from to B S] -> the same, of which each stream gives and gets one in all (Sinkhorn-Knopp; mHC, section 4.2)."""
+    shares = jax.nn.softmax(logits, axis=1) + c.hc_eps
+    shares /= jnp.sum(shares, axis=0, keepdims=True) + c.hc_eps
+    for _ in range(c.hc_sinkhorn_iters - 1):
+        shares /= jnp.sum(shares, axis=1, keepdims=True) + c.hc_eps
+        shares /= jnp.sum(shares, axis=0, keepdims=True) + c.hc_eps
+    return shares

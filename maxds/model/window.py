@@ -1,0 +1,154 @@
+"""Attention to a window of tokens and to entries beside it, with one key, which is also the value, for all heads (V4).
+
+A block of queries reads the tokens of the window before it and its own, and the entries of what lies before its end. So
+scores [B N BLOCK window+BLOCK+E] exist at a time, and no more in the backward pass.
+
+A head can also attend to nothing: its sink is one more score, whose value is zero.
+"""
+
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from maxds.model import kernels, sparse
+from maxds.model.kernels import Keys
+
+BLOCK = 128  # of queries
+
+
+@flax.struct.dataclass
+class Sight:
+    """What queries can attend to."""
+
+    segments: jax.Array  # [B S]
+    keys: Keys  # the E entries
+    selected: jax.Array | None  # as `sparse.pack`, [B S ceil(E / 8)]: those that are attended to; None: all
+    window: int = flax.struct.field(pytree_node=False)  # tokens, the query's own included
+
+    @property
+    def back(self) -> int:
+        """Tokens that a query looks back, its own included: no more than there are."""
+        return min(self.window, self.segments.shape[1])
+
+
+def attention(
+    q: jax.Array,
+    kv: tuple[jax.Array, jax.Array],
+    sinks: jax.Array,
+    sight: Sight,
+    kept: tuple[jax.Array, jax.Array] | None = None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Attention within documents.
+
+    Args:
+      q: [B N S H], already multiplied by the softmax scale.
+      kv: keys, which are also the values: of tokens [B S H], of entries [B E H].
+      sinks: [N] float32.
+      sight: which of them a query sees.
+      kept: what an earlier call returned as kept; the forward pass is then not computed.
+
+    Returns:
+      The output [B N S H], and what to keep of it: (output, log-sum-exp of the scores and the sink [B N S] float32).
+    """
+    out, lse = _attention(q, kv, sinks, sight, kept)
+    return out, (out, lse)
+
+
+@jax.custom_vjp
+def _attention(q, kv, sinks, sight, kept):
+    return _attend(q, kv, sinks, sight) if kept is None else kept
+
+
+def _attention_forward(q, kv, sinks, sight, kept):
+    found = checkpoint_name(_attention(q, kv, sinks, sight, kept), "attention")
+    return found, (q, kv, sinks, sight, kept, found)
+
+
+def _attention_backward(residuals, cotangents):
+    q, kv, sinks, sight, kept, found = residuals
+    return *_attend_backward(q, kv, sinks, sight, (*found, cotangents[0])), None, jax.tree.map(jnp.zeros_like, kept)
+
+
+_attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _attend(q, kv, sinks, sight):
+    padded = _padded(kv[0], sight)
+
+    def block(end: int, _, q, *of_queries):
+        k = _keys(padded, kv[1], sight.keys.before(end), of_queries[-1], q.shape[2] + sight.back)
+        scores = _scores(q, k, _seen(sight, end, *of_queries))
+        lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks[:, None])
+        weights = jnp.exp(scores - lse[..., None]).astype(k.dtype)  # to the bit those of the backward pass
+        return None, (jnp.einsum("bnqz,bzh->bnqh", weights, k), lse)
+
+    _, found = kernels.by_blocks(block, None, (q, 2), *_of_queries(sight), most=BLOCK)
+    out, lse = (kernels.joined([of_span[i] for of_span in found], 2) for i in (0, 1))
+    return out, lse
+
+
+def _attend_backward(q, kv, sinks, sight, of_output):
+    padded = _padded(kv[0], sight)
+
+    def block(end: int, carry, q, out, lse, dout, *of_queries):
+        near, far, dsinks = carry
+        first, size = of_queries[-1], q.shape[2] + sight.back
+        k = _keys(padded, kv[1], sight.keys.before(end), first, size)
+        weights = jnp.exp(_scores(q, k, _seen(sight, end, *of_queries)) - lse[..., None])
+        dk = _dot("bnqz,bnqh->bzh", weights.astype(k.dtype), dout)
+        delta = _dot("bnqh,bnqh->bnq", dout, out)
+        dscores = (weights * (_dot("bnqh,bzh->bnqz", dout, k) - delta[..., None])).astype(q.dtype)
+        dk += _dot("bnqz,bnqh->bzh", dscores, q)
+        near = lax.dynamic_update_slice_in_dim(near, _rows(near, first, size) + dk[:, :size], first, 1)
+        far = far.at[:, : dk.shape[1] - size].add(dk[:, size:])
+        dsinks -= jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=(0, 2))
+        return (near, far, dsinks), jnp.einsum("bnqz,bzh->bnqh", dscores, k)
+
+    start = [jnp.zeros(a.shape, jnp.float32) for a in (padded, kv[1], sinks)]
+    of_queries = [(a, 2) for a in (q, *of_output)]
+    (near, far, dsinks), dq = kernels.by_blocks(block, tuple(start), *of_queries, *_of_queries(sight), most=BLOCK)
+    return kernels.joined(dq, 2), (near[:, sight.back :].astype(q.dtype), far.astype(q.dtype)), dsinks
+
+
+def _of_queries(sight: Sight) -> list[tuple[jax.Array, int]]:
+    """What `_seen` reads of its queries."""
+    return [(a, 1) for a in (sight.segments, sight.selected) if a is not None]
+
+
+def _seen(sight: Sight, end: int, segments: jax.Array, *more: Any) -> jax.Array:
+    """[B Q Z] bool: which of `_keys` a block of queries sees."""
+    *selected, first = more
+    size = segments.shape[1]
+    distance = jnp.arange(size)[:, None] + sight.back - jnp.arange(size + sight.back)
+    before = jnp.pad(sight.segments, ((0, 0), (sight.back, 0)), constant_values=-1)
+    same = segments[:, :, None] == _rows(before, first, size + sight.back)[:, None, :]
+    keys = sight.keys.before(end)
+    far = sparse.unpack(selected[0])[..., : keys.count] if selected else kernels.visible(segments, keys, first)
+    return jnp.concatenate([same & (distance >= 0) & (distance < sight.back), far], axis=2)
+
+
+def _keys(padded: jax.Array, entries: jax.Array, keys: Keys, first: jax.Array, size: int) -> jax.Array:
+    """[B Z H]: the tokens before and in a block of queries, then the entries."""
+    return jnp.concatenate([_rows(padded, first, size), entries[:, : keys.count]], axis=1)
+
+
+def _padded(tokens: jax.Array, sight: Sight) -> jax.Array:
+    """With as many before the first as a query looks back: what is sliced starts at the query's own position."""
+    return jnp.pad(tokens, ((0, 0), (sight.back, 0), (0, 0)))
+
+
+def _rows(x: jax.Array, first: jax.Array, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, first, size, axis=1)
+
+
+def _scores(q: jax.Array, k: jax.Array, seen: jax.Array) -> jax.Array:
+    """[B N Q Z] float32."""
+    return jnp.where(seen[:, None], _dot("bnqh,bzh->bnqz", q, k), -jnp.inf)
+
+
+def _dot(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
