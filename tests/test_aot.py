@@ -423,15 +423,17 @@ def test_a_grouped_matmul_without_cost_is_estimated_by_its_shapes():
     assert (found.basis, ns(found.seconds)) == ("grouped matmul", 2 * 64 * 16 * 32)
 
 
+@pytest.mark.parametrize(("batch", "layout"), [("5,", "3,2,1,0"), ("", "2,1,0")])
 @pytest.mark.parametrize(("kernel", "widths"), [("fwd", 3 + 2), ("dq", 2 * 3 + 2), ("dkv", 2 * 3 + 2 * 2)])
-def test_attention_is_estimated_by_its_products_over_half_of_the_pairs(kernel, widths):
+def test_attention_is_estimated_by_its_products_over_half_of_the_pairs(kernel, widths, batch, layout):
     module = program(f"""
   %mask = s8[1,4,4]{{2,1,0}} parameter(0)
-  %q = bf16[5,7,16,3]{{3,2,1,0}} parameter(1)
-  %v = bf16[5,7,16,2]{{3,2,1,0}} parameter(2)
-  ROOT %splash_mha_{kernel}_segmented.1 = bf16[5,7,16,2]{{3,2,1,0}} custom-call(%mask, %q, %q, %v, %v)""")
+  %lse = f32[7,16]{{1,0}} parameter(1)
+  %q = bf16[{batch}7,16,3]{{{layout}}} parameter(2)
+  %v = bf16[{batch}7,16,2]{{{layout}}} parameter(3)
+  ROOT %splash_mha_{kernel}_segmented.1 = bf16[{batch}7,16,2]{{{layout}}} custom-call(%mask, %lse, %q, %q, %v, %v)""")
     found = cost.Costs(module, CHIP, 1e9).of(module.entry, module.entry.root)
-    assert (found.basis, found.flops) == ("attention", 2 * 5 * 7 * (16 * 16 / 2) * widths)
+    assert (found.basis, found.flops) == ("attention", 2 * (5 if batch else 1) * 7 * (16 * 16 / 2) * widths)
 
 
 def test_a_sort_passes_over_its_operands():

@@ -161,6 +161,8 @@ def test_the_recipe_is_that_of_the_paper(name, lr, warmup_steps, tokens):
 
 # Key that is empty in models without a feature -> the keys of that feature.
 FEATURES = {
+    "first_k_dense_replace": r"intermediate_size|first_k_dense_replace",
+    "kv_lora_rank": r"kv_lora_rank|qk_nope_head_dim|v_head_dim",
     "index_topk": r"index_.*",
     "compress_ratios": r"compress_.*|head_dim|sliding_window|o_groups|o_lora_rank",
     "hc_mult": r"hc_.*",
@@ -169,7 +171,7 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("name", PAPERS)
+@pytest.mark.parametrize("name", [*PAPERS, "deepseek4-284b"])
 def test_every_key_of_a_paper_s_model_is_written_out(name):
     config, tree = load(name)
     absent = "|".join(keys for switch, keys in FEATURES.items() if not getattr(config.model, switch)) or "$"
@@ -184,6 +186,7 @@ def test_every_key_of_a_paper_s_model_is_written_out(name):
         ("deepseek2-236b", 256),
         ("deepseek3-671b", 256),
         ("deepseek3.2-671b", 512),
+        ("deepseek4-284b", 256),
         ("kimi-k2-1t", 512),
         ("quickstart", 8),
     ],

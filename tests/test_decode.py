@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from maxds import config as config_lib
 from maxds import generate, params, score, step
 from maxds import mesh as mesh_lib
-from maxds.model import decode
+from maxds.model import decode, deepseek
 
 SHORT = {"num_nextn_predict_layers": 0, "rope_scaling": None, "max_position_embeddings": 32}
 V3 = dataclasses.replace(tiny.V3, num_hidden_layers=3, **SHORT)
@@ -22,6 +22,7 @@ MODELS = {
     "v3": V3,
     "v3_2": dataclasses.replace(V3, index_topk=2, index_n_heads=4, index_head_dim=10),
     "v2_lite_without_dense_layers": V2_LITE,
+    "hyper_connections_and_a_hash_layer": dataclasses.replace(tiny.HYPER, **SHORT),
     "yarn_and_tied_embeddings": dataclasses.replace(V2_LITE, rope_scaling=YARN, tie_word_embeddings=True),
 }
 LENGTHS = np.array([5, 3, 1, 4], np.int32)  # of the prompts: rows need not agree
@@ -47,7 +48,9 @@ def model_of(name, sizes=(1, 1, 1), matmul="compute"):
 
     state = made.abstract_state
     weights = params.derive(weight, made.network.declared, state.params)
-    return made, state.replace(params=weights, router_bias=jax.tree.map(draw, state.router_bias))
+    bias = jax.device_put(deepseek.router_bias(MODELS[name]), jax.tree.map(lambda a: a.sharding, state.router_bias))
+    bias |= {stack: draw(a) for stack, a in state.router_bias.items() if a.dtype == np.float32}
+    return made, state.replace(params=weights, router_bias=bias)
 
 
 @functools.cache

@@ -44,8 +44,14 @@ def test_the_active_parameters_of_mtp_leave_out_the_experts_that_are_not_chosen(
     assert found["mtp"] - found["mtp_active"] == (256 - 8) * 3 * 7168 * 2048
 
 
-def test_the_weights_of_the_table_sum_to_the_counts():
-    model = load("deepseek3-671b").model
+def test_v4_has_the_weights_that_transformers_counts_the_biases_of_its_routers_and_the_tables_of_its_hash_layers():
+    weights, biases, tables = 284_332_230_231, 40 * 256, 3 * 129280 * 6
+    assert describe.counts(load("deepseek4-284b").model)["total"] == weights + biases + tables
+
+
+@pytest.mark.parametrize("name", ["deepseek3-671b", "deepseek4-284b"])
+def test_the_weights_of_the_table_sum_to_the_counts(name):
+    model = load(name).model
     rows = list(describe._weights(model))
     weights = [int(cells[3].replace(",", "")) for cells in rows if " x " not in cells[0]]
     found = describe.counts(model)

@@ -48,6 +48,29 @@ def test_the_blocks_of_deepseek_v3_agree_with_the_formula_written_out_in_its_num
     }
 
 
+def test_the_blocks_of_deepseek_v4_agree_with_the_formula_written_out_in_its_numbers():
+    blocks, length = flops.per_token(model("deepseek4-284b"), 4096), 4096
+    around = 4096 * 1024 + 1024 * 64 * 512 + 4096 * 512 + 8 * 4096 * 1024 + 8192 * 4096
+    pooled = {0: 0, 4: 2 * 4096 * 1024, 128: 2 * 4096 * 512}
+    window = 128 - 128**2 / (2 * length)
+    entries = {0: 0, 4: 512 - 512**2 / (2 * length / 4), 128: length / 128 / 2}
+    scored = 1024 * 64 * 128 + 4096 * 64 + 2 * 4096 * 256 + (length // 4) * (64 * 128 + 64) // 2
+    layers = {0: 2, 4: 21, 128: 20}
+    assert blocks == {
+        "projections": 6 * sum(n * (around + pooled[ratio]) for ratio, n in layers.items()),
+        "attention": 6 * sum(n * int(64 * 2 * 512 * (window + entries[ratio])) for ratio, n in layers.items()),
+        "indexer": 6 * 21 * scored,
+        "dense_mlp": 0,
+        "router": 6 * 43 * 4096 * 256,
+        "experts": 6 * 43 * 3 * 4096 * 2048 * 7,
+        "hyper_connections": 6 * 4 * 4096 * (43 * 2 * 24 + 4),
+        "head": 6 * 4096 * 129280,
+        "mtp": 0,
+        "mtp_head": 0,
+        "total": sum(count for name, count in blocks.items() if name != "total"),
+    }
+
+
 def test_without_a_query_latent_the_queries_are_one_matmul():
     direct, latent = model("deepseek2-16b"), model("deepseek2-16b", q_lora_rank=100)
     difference = flops.per_token(direct, 1)["projections"] - flops.per_token(latent, 1)["projections"]

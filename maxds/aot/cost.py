@@ -179,11 +179,12 @@ def _attention(i: Instruction) -> tuple[int, int] | None:
 
 
 def _attention_flops(products: tuple[int, int], operands: list[Array]) -> float:
-    """Of causal attention: operands [B N S H], [B N S H], [B N S Hv] come first of those with four dimensions."""
-    arrays = [a.dims for a in operands if len(a.dims) == 4 and a.dtype not in ("s32", "s8", "pred")]
-    query, value = arrays[0], arrays[2]
-    pairs = math.prod(query[:3]) * query[2] / 2
-    return 2.0 * pairs * (products[0] * query[3] + products[1] * value[3])
+    """Of causal attention: operands [B N S H], twice, and [B N S Hv] come first of the largest rank; B may be missing."""
+    numbers = [a.dims for a in operands if a.dtype not in ("s32", "s8", "pred")]
+    rank = max(map(len, numbers))
+    query, _, value, *_ = (dims for dims in numbers if len(dims) == rank)
+    pairs = math.prod(query[:-1]) * query[-2] / 2
+    return 2.0 * pairs * (products[0] * query[-1] + products[1] * value[-1])
 
 
 def _dot_flops(i: Instruction, left: Array, _right: Array) -> float:
