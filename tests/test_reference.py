@@ -15,6 +15,7 @@ import tempfile
 
 import jax
 import numpy as np
+import oracle
 import pytest
 import test_compressed as v4
 import tiny
@@ -26,7 +27,6 @@ pytestmark = [
 ]
 
 WORKER = pathlib.Path(__file__).with_name("parity_worker.py")
-ATTENTION_WORKER = pathlib.Path(__file__).with_name("attention_worker.py")
 FOLDER = tempfile.TemporaryDirectory()
 YARN = dataclasses.replace(tiny.V32, num_nextn_predict_layers=0)
 OTHER = dataclasses.replace(
@@ -42,21 +42,71 @@ OTHER = dataclasses.replace(
     index_n_heads=9,
     index_head_dim=14,
 )
-MODELS = pytest.mark.parametrize("model", [YARN, OTHER], ids=["yarn", "other"])
+OTHER_V4 = dataclasses.replace(
+    tiny.V4,
+    vocab_size=67,
+    hidden_size=28,
+    moe_intermediate_size=23,
+    num_attention_heads=9,
+    q_lora_rank=17,
+    qk_rope_head_dim=6,
+    compress_ratios=(4, 6, 6, 4, 6, 6),
+    compress_rope_theta=500.0,
+    head_dim=16,
+    sliding_window=2,
+    o_groups=3,
+    o_lora_rank=13,
+    n_routed_experts=10,
+    num_experts_per_tok=4,
+    scoring_func="sigmoid",
+    routed_scaling_factor=1.5,
+    num_hash_layers=2,
+    swiglu_limit=0.5,
+    hc_mult=5,
+    hc_sinkhorn_iters=2,
+    hc_eps=1e-3,
+    index_topk=1,
+    index_n_heads=11,
+    index_head_dim=12,
+    rope_scaling=None,
+)
+ALL = {"yarn": YARN, "other": OTHER, "V4 yarn": tiny.V4, "V4 other": OTHER_V4}
+MODELS = pytest.mark.parametrize("model", ALL.values(), ids=ALL)
+
+KEYS = (
+    "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads q_lora_rank qk_rope_head_dim "
+    "n_routed_experts n_shared_experts num_experts_per_tok norm_topk_prob routed_scaling_factor rms_norm_eps "
+    "max_position_embeddings index_topk index_n_heads index_head_dim "
+)
+V32_KEYS = "intermediate_size first_k_dense_replace kv_lora_rank qk_nope_head_dim v_head_dim n_group topk_group"
+V4_KEYS = (
+    "head_dim sliding_window o_groups o_lora_rank rope_theta compress_rope_theta scoring_func swiglu_limit hc_mult "
+    "hc_sinkhorn_iters hc_eps"
+)
+KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention"}
+HEAVY = "heavily_compressed_attention"
 
 
 def hf_config(m):
     """In transformers' keys."""
-    keys = (
-        "vocab_size hidden_size intermediate_size moe_intermediate_size num_hidden_layers first_k_dense_replace "
-        "num_attention_heads q_lora_rank kv_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim n_routed_experts "
-        "n_shared_experts num_experts_per_tok n_group topk_group norm_topk_prob routed_scaling_factor rms_norm_eps "
-        "max_position_embeddings index_topk index_n_heads index_head_dim"
-    ).split()
-    return {key: getattr(m, key) for key in keys} | {
-        "num_key_value_heads": m.num_attention_heads,
-        "rope_parameters": hf_rope(m) | {"rope_theta": m.rope_theta},
+    if m.compress_ratios is None:
+        return taken(m, KEYS + V32_KEYS) | {
+            "model_type": "deepseek_v32",
+            "num_key_value_heads": m.num_attention_heads,
+            "rope_parameters": hf_rope(m) | {"rope_theta": m.rope_theta},
+        }
+    hashed = m.num_hash_layers
+    return taken(m, KEYS + V4_KEYS) | {
+        "model_type": "deepseek_v4",
+        "layer_types": [KINDS.get(ratio, HEAVY) for ratio in m.compress_ratios],
+        "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (m.num_hidden_layers - hashed),
+        "compress_rates": {KINDS.get(ratio, HEAVY): ratio for ratio in m.compress_ratios if ratio},
+        "rope_parameters": hf_rope(m),
     }
+
+
+def taken(m, keys):
+    return {key: getattr(m, key) for key in keys.split() if getattr(m, key) is not None}
 
 
 def hf_rope(m):
@@ -67,29 +117,41 @@ def hf_rope(m):
     return rope
 
 
-def hf_arrays(m, w, bias=None):
-    """Weights, or their gradients, in transformers' names and shapes."""
+def hf_arrays(w, given=None):
+    """Weights, or their gradients, in transformers' names and shapes; `given`: what routers read beside."""
     out = {"model.embed_tokens.weight": w.embed, "model.norm.weight": w.norm, "lm_head.weight": w.head.T}
-    for i in range(m.num_hidden_layers):
-        sparse = i - m.first_k_dense_replace
-        stack, own = (w.dense_layers, i) if sparse < 0 else (w.moe_layers, sparse)
-        layer, found = jax.tree.map(lambda a, own=own: a[own], stack), {}
-        found |= {f"self_attn.{name}": a for name, a in hf_attention(layer["attention"]).items()}
-        found["input_layernorm.weight"] = layer["attention"].norm
-        if sparse < 0:
-            found["post_attention_layernorm.weight"] = layer["mlp"].norm
-            found |= {f"mlp.{name}": a for name, a in hf_mlp(layer["mlp"].mlp).items()}
-        else:
-            found["post_attention_layernorm.weight"] = layer["dispatch"].norm
-            found["mlp.gate.weight"] = layer["dispatch"].router.T
-            found |= {f"mlp.shared_experts.{name}": a for name, a in hf_mlp(layer["dispatch"].shared).items()}
-            up = layer["experts"].up
-            found["mlp.experts.gate_up_proj"] = up.reshape(*up.shape[:2], -1).swapaxes(1, 2)
-            found["mlp.experts.down_proj"] = layer["experts"].down.swapaxes(1, 2)
-            if bias is not None:
-                found["mlp.gate.e_score_correction_bias"] = bias[sparse]
-        out |= {f"model.layers.{i}.{name}": a for name, a in found.items()}
+    out |= {f"model.hc_head.hc_{name}": a for name, a in hf_connection(w.hyper).items()}
+    layers = oracle.layers(w, lambda kind, i: jax.tree.map(lambda a: a[i], kind))
+    for number, (stack, i, layer) in enumerate(layers):
+        found = hf_layer(layer)
+        if given and stack in given:
+            name = "tid2eid" if stack == "hash_layers" else "e_score_correction_bias"
+            found[f"mlp.gate.{name}"] = given[stack][i]
+        out |= {f"model.layers.{number}.{name}": a for name, a in found.items()}
     return {name: np.ascontiguousarray(a) for name, a in out.items()}
+
+
+def hf_layer(w):
+    attention, mlp = w["attention"], w["mlp"] if "mlp" in w else w["dispatch"]
+    of_attention = hf_attention if hasattr(attention, "kv_down") else v4_attention
+    found = {f"self_attn.{name}": a for name, a in of_attention(attention).items()}
+    found |= {f"attn_hc.{name}": a for name, a in hf_connection(attention.hyper).items()}
+    found |= {f"ffn_hc.{name}": a for name, a in hf_connection(mlp.hyper).items()}
+    found |= {"input_layernorm.weight": attention.norm, "post_attention_layernorm.weight": mlp.norm}
+    if "mlp" in w:
+        return found | {f"mlp.{name}": a for name, a in hf_mlp(mlp.mlp).items()}
+    up, down = w["experts"].up, w["experts"].down
+    found |= {f"mlp.shared_experts.{name}": a for name, a in hf_mlp(mlp.shared).items()}
+    return found | {
+        "mlp.gate.weight": mlp.router.T,
+        "mlp.experts.gate_up_proj": up.reshape(*up.shape[:2], -1).swapaxes(1, 2),
+        "mlp.experts.down_proj": down.swapaxes(1, 2),
+    }
+
+
+def hf_connection(w):
+    """None where there is one stream."""
+    return {} if w is None else {"fn": w.project.reshape(-1, w.project.shape[2]).T, "base": w.base, "scale": w.scale}
 
 
 def hf_mlp(w):
@@ -118,54 +180,6 @@ def hf_attention(w):
         "indexer.k_norm.weight": w.indexer.k_norm,
         "indexer.k_norm.bias": w.indexer.k_bias,
         "indexer.weights_proj.weight": w.indexer.heads.T,
-    }
-
-
-@functools.cache
-def expected(model):
-    """What transformers finds: `logits`, and `grads/NAME`."""
-    folder = pathlib.Path(FOLDER.name) / str(abs(hash(model)))
-    folder.mkdir()
-    weights = hf_arrays(model, tiny.weights(model), tiny.router_bias(model)["moe_layers"])
-    given = {f"weights/{name}": a for name, a in weights.items()} | tiny.batch()
-    np.savez(folder / "in.npz", config=json.dumps(hf_config(model)), **given)
-    subprocess.run([PYTHON, WORKER, folder / "in.npz", folder / "out.npz"], check=True)
-    return dict(np.load(folder / "out.npz"))
-
-
-@MODELS
-def test_logits_are_those_of_transformers(model):
-    config = tiny.config(model)
-    found, real = np.asarray(tiny.logits(config)(*tiny.inputs(config))), tiny.batch()["segments"] > 0
-    np.testing.assert_allclose(found[real], expected(model)["logits"][real], rtol=0, atol=1e-5)
-
-
-@MODELS
-def test_every_gradient_is_that_of_transformers_which_gives_the_indexer_none(model):
-    grads = hf_arrays(model, tiny.outcome(tiny.config(model), "main").grads)
-    wanted = {k.removeprefix("grads/"): v for k, v in expected(model).items() if k.startswith("grads/")}
-    assert {name for name in grads if "indexer" not in name} == wanted.keys()
-    for name, found in grads.items():
-        reference = wanted.get(name, np.zeros_like(found))
-        assert np.abs(found - reference).max() <= 1e-4 * np.abs(reference).max(), name
-
-
-# ------------------------------------------------------------------------------------ attention of V4
-
-KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention", 8: "heavily_compressed_attention"}
-
-
-def v4_config(m):
-    """In transformers' keys."""
-    keys = (
-        "hidden_size num_attention_heads q_lora_rank head_dim qk_rope_head_dim sliding_window o_groups o_lora_rank "
-        "index_topk index_n_heads index_head_dim rms_norm_eps rope_theta compress_rope_theta num_hidden_layers "
-        "max_position_embeddings"
-    ).split()
-    return {key: getattr(m, key) for key in keys} | {
-        "layer_types": [KINDS[ratio] for ratio in m.compress_ratios],
-        "compress_rates": {kind: ratio for ratio, kind in KINDS.items() if ratio},
-        "rope_parameters": hf_rope(m),
     }
 
 
@@ -200,19 +214,52 @@ def v4_attention(w):
     return {name: np.ascontiguousarray(a) for name, a in found.items()}
 
 
-@pytest.mark.parametrize("ratio", KINDS)
+def of_transformers(config, **arrays):
+    """What parity_worker.py makes of them: `out`, and gradients by name."""
+    folder = pathlib.Path(FOLDER.name)
+    np.savez(folder / "in.npz", config=json.dumps(config), **arrays)
+    subprocess.run([PYTHON, WORKER, folder / "in.npz", folder / "out.npz"], check=True)
+    found = dict(np.load(folder / "out.npz"))
+    return found.pop("out"), found
+
+
+def named(weights):
+    return {f"weights/{name}": a for name, a in weights.items()}
+
+
+@functools.cache
+def expected(model):
+    """Logits and gradients."""
+    weights = hf_arrays(tiny.weights(model), tiny.router_bias(model))
+    return of_transformers(hf_config(model), **named(weights), **tiny.batch())
+
+
+@MODELS
+def test_logits_are_those_of_transformers(model):
+    config = tiny.config(model)
+    found, real = np.asarray(tiny.logits(config)(*tiny.inputs(config))), tiny.batch()["segments"] > 0
+    np.testing.assert_allclose(found[real], expected(model)[0][real], rtol=0, atol=1e-5)
+
+
+@MODELS
+def test_every_gradient_is_that_of_transformers_which_gives_the_indexer_none(model):
+    grads, (_, wanted) = hf_arrays(tiny.outcome(tiny.config(model), "main").grads), expected(model)
+    assert {name for name in grads if "indexer" not in name} == wanted.keys()
+    for name, found in grads.items():
+        reference = wanted.get(name, np.zeros_like(found))
+        assert np.abs(found - reference).max() <= 1e-4 * np.abs(reference).max(), name
+
+
+@v4.ratios
 def test_v4_s_attention_and_its_gradients_are_those_of_transformers(ratio):
-    m, w, (segments, _), folder = v4.MODEL, v4.weights(ratio), v4.rows(), pathlib.Path(FOLDER.name)
+    m, w, (segments, _) = v4.MODEL, v4.weights(ratio), v4.rows()
     y = np.asarray(v4.ops.rms_norm(v4.stream(), w.norm, m.rms_norm_eps))
-    arrays = {f"weights/{name}": a for name, a in v4_attention(w).items()}
-    arrays |= {"layer": m.compress_ratios.index(ratio), "y": y, "probe": v4.probe(), "segments": segments}
-    np.savez(folder / "in.npz", config=json.dumps(v4_config(m)), **arrays)
-    subprocess.run([PYTHON, ATTENTION_WORKER, folder / "in.npz", folder / "out.npz"], check=True)
-    wanted = dict(np.load(folder / "out.npz"))
+    arrays = {"layer": m.compress_ratios.index(ratio), "y": y, "probe": v4.probe(), "segments": segments}
+    wanted, of_weights = of_transformers(hf_config(m), **named(v4_attention(w)), **arrays)
     (out, _, _), (grads, _) = v4.learn(ratio, (1.0, 0.0))
     real = segments > 0
-    np.testing.assert_allclose(out[real], wanted.pop("out")[real], rtol=0, atol=1e-5)
+    np.testing.assert_allclose(out[real], wanted[real], rtol=0, atol=1e-5)
     for name, found in v4_attention(grads).items():
-        reference = wanted.pop(name, np.zeros_like(found))
+        reference = of_weights.pop(name, np.zeros_like(found))
         assert np.abs(found - reference).max() <= 1e-5 * np.abs(reference).max(), name
-    assert not wanted
+    assert not of_weights
