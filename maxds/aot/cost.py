@@ -179,7 +179,7 @@ def _attention(i: Instruction) -> tuple[int, int] | None:
 
 
 def _attention_flops(products: tuple[int, int], operands: list[Array]) -> float:
-    """Of causal attention: operands [B N S H], twice, and [B N S Hv] come first of the largest rank; B may be missing."""
+    """Of causal attention: q, k [B N S H] and v [B N S Hv] come first of the largest rank; a single row has no B."""
     numbers = [a.dims for a in operands if a.dtype not in ("s32", "s8", "pred")]
     rank = max(map(len, numbers))
     query, _, value, *_ = (dims for dims in numbers if len(dims) == rank)
