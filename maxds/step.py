@@ -27,7 +27,7 @@ class TrainState:
     step: jax.Array  # int32: batches consumed
     params: Any  # deepseek.Weights
     opt_state: Tree
-    router_bias: dict[str, jax.Array]  # stack -> float32 [L E]
+    router_bias: dict[str, jax.Array]  # as deepseek.router_bias: stack -> float32 [L E]; tables of hash layers
     typical_norm: jax.Array  # float32: running mean of the gradient norm; 0 before the first step
 
 

@@ -27,7 +27,7 @@ def one_round(float8):
     def run(operands):
         w, tokens, weights = operands
         routes = moe.routes(routing, ROWS, 0, weights.shape)
-        y, _ = moe._multiplied(w, kernels.rows_of_tokens(tokens, routes), weights, routing, 0)
+        y, _ = moe._multiplied(None, w, kernels.rows_of_tokens(tokens, routes), weights, routing, 0)
         return kernels.tokens_of_rows(y, routes)
 
     y, pull = jax.vjp(run, (w, tokens, weights))

@@ -163,10 +163,9 @@ def router_bias(c: Model) -> dict[str, jax.Array]:
     `hash_layers`, the experts of each token, int32 [layers V K]: drawn, and the same for all runs.
     """
     sizes = {name: stack.count * len(stack.kinds) for name, stack in stacks(c).items()}
-    routed = {k: n for k, n in sizes.items() if k in ("moe_layers", "last_layers")} | {
-        "mtp": c.num_nextn_predict_layers
-    }
-    biases = {k: jnp.zeros((n, c.n_routed_experts), jnp.float32) for k, n in routed.items() if n and c.has_router_bias}
+    sizes["mtp"] = c.num_nextn_predict_layers
+    routed = [k for k in ("moe_layers", "last_layers", "mtp") if sizes.get(k) and c.has_router_bias]
+    biases = {k: jnp.zeros((sizes[k], c.n_routed_experts), jnp.float32) for k in routed}
     if c.num_hash_layers == 0:
         return biases
 
