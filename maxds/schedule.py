@@ -116,8 +116,7 @@ def plain(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]
                 seen.append(more)
             return xs, seen
 
-        stored = [(own, jax.vmap(m.exchange.quantize)(own)) for m, own in zip(members, params, strict=True)]
-        return lax.scan(block, xs, (stored, list(given)))
+        return lax.scan(block, xs, (_stored(members, params), list(given)))
 
     return run
 
@@ -312,7 +311,7 @@ class _Split:
 
     def forward(self, params, given, xs, contexts):
         """Returns what `run` does, and all that `backward` needs."""
-        stored = [(own, jax.vmap(m.exchange.quantize)(own)) for m, own in zip(self.members, params, strict=True)]
+        stored = _stored(self.members, params)
 
         def one_turn(carry, i):
             xs, w = carry
@@ -380,6 +379,11 @@ class _Split:
             new = exchange.reduce(scattered)
             grads[above] = grads[above] | put(exchange.of(grads[above]), (i + turn) % _turns(grads), new)
         return grads
+
+
+def _stored(members: Sequence[Member], params: Sequence[Tree]) -> list[tuple[Tree, Tree]]:
+    """By member: its shards, and those that travel in float8."""
+    return [(own, jax.vmap(member.exchange.quantize)(own)) for member, own in zip(members, params, strict=True)]
 
 
 def _gather(part: Exchange, stored: Tree, i: jax.Array | int) -> Tree:

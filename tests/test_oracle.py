@@ -2,15 +2,12 @@
 
 import functools
 import itertools
-import re
 
 import jax
 import numpy as np
 import oracle
 import pytest
 import tiny
-
-from maxds import params
 
 MODELS = {"V3": tiny.V3, "V3.2": tiny.V32, "V2": tiny.V2, "V2-Lite": tiny.V2_LITE, "mHC": tiny.HYPER, "V4": tiny.V4}
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)
@@ -66,7 +63,7 @@ def test_the_gradient_of_every_weight_is_that_of_the_papers(model):
     coefficients = tiny.stepper(config).network.coefficients()
     gradients = jax.tree_util.tree_leaves_with_path(tiny.outcome(config).grads)
     leaves, structure = jax.tree.flatten(complex_weights(model))
-    for where, group in itertools.groupby(range(len(leaves)), lambda i: moved_with(gradients[i][0])):
+    for where, group in itertools.groupby(range(len(leaves)), lambda i: tiny.judged_with(gradients[i][0])):
         own = {i: gradients[i][1] for i in group}
         directions = {i: rng.standard_normal(gradient.shape) for i, gradient in own.items()}
         moved = [leaf + 1j * step * directions[i] if i in own else leaf for i, leaf in enumerate(leaves)]
@@ -75,8 +72,3 @@ def test_the_gradient_of_every_weight_is_that_of_the_papers(model):
         found = sum(np.vdot(gradient, directions[i]) for i, gradient in own.items())
         error = abs(found - slope) / np.linalg.norm([np.linalg.norm(gradient) for gradient in own.values()])
         assert error < 1e-5, (where, error)
-
-
-def moved_with(path):
-    """The path of a weight, or of the hyper-connection that it belongs to."""
-    return re.sub(r"\bhyper\..*", "hyper", params.name(path))

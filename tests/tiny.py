@@ -216,6 +216,11 @@ def objective(config: Config, found: Outcome) -> float:
     return sum(c * float(found.sums[k]) / max(int(found.counts[k]), 1) for k, c in coefficients.items())
 
 
+def judged_with(path) -> str:
+    """The path of a weight, or of the hyper-connection that it belongs to."""
+    return re.sub(r"\bhyper\..*", "hyper", params.name(path))
+
+
 def largest_error(expected, found) -> tuple[float, str]:
     """Over leaves: the largest error relative to the leaf's largest value, and where.
 
@@ -225,7 +230,7 @@ def largest_error(expected, found) -> tuple[float, str]:
 
     def compare(path, a, b):
         assert a.shape == b.shape and a.dtype == b.dtype, path
-        where = re.sub(r"\bhyper\..*", "hyper", params.name(path))
+        where = judged_with(path)
         errors[where] = max(errors.get(where, 0.0), float(np.abs(a - b).max()))
         scales[where] = max(scales[where], float(np.abs(a).max()))
 

@@ -184,10 +184,8 @@ def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Deco
     """Binds a network to this device's shards of its weights."""
     stacks = {}
     for name in deepseek.stacks(network.model):
-        exchange, shards = (
-            network.exchange(params_lib.unstacked(getattr(network.declared, name))),
-            getattr(weights, name),
-        )
+        declared, shards = getattr(network.declared, name), getattr(weights, name)
+        exchange = network.exchange(params_lib.unstacked(declared))
         stacks[name] = shards, jax.vmap(exchange.quantize)(shards)
     return Decoder(network, stacks, bias, network.outer(weights))
 
