@@ -36,7 +36,8 @@ def test_every_loss_term_is_that_of_the_papers(model):
     found = tiny.outcome(tiny.config(model))
     assert {k: int(n) for k, n in found.counts.items()} == {k: terms["main" if k == "z_loss" else k][1] for k in terms}
     for name, (value, _) in terms.items():
-        np.testing.assert_allclose(found.sums[name], value, rtol=2e-6, err_msg=name)
+        atol = 1e-8 * tiny.entropies(model, found) if name == "indexer" else 0
+        np.testing.assert_allclose(found.sums[name], value, rtol=2e-6, atol=atol, err_msg=name)
 
 
 @every_model

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import math
 
 import numpy as np
 import pytest
@@ -90,14 +89,8 @@ def test_every_loss_term_is_that_of_one_device(config):
     reference, found, _ = compared(config)
     assert found.counts == reference.counts
     for name in terms(config):
-        atol = 1e-6 * entropies(config, reference) if name == "indexer" else 0
+        atol = 1e-6 * tiny.entropies(config.model, reference) if name == "indexer" else 0
         np.testing.assert_allclose(found.sums[name], reference.sums[name], rtol=1e-6, atol=atol, err_msg=name)
-
-
-def entropies(config, reference):
-    """No less than those of which the divergences of V4's indexers, which are small, are the differences."""
-    ratios = config.model.compress_ratios or ()
-    return ratios.count(4) * int(reference.counts["indexer"]) * math.log(config.model.index_topk)
 
 
 @every_case

@@ -6,6 +6,7 @@ No two sizes are equal, so that no two dimensions can be confused.
 import collections
 import dataclasses
 import functools
+import math
 import re
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from maxds import config as config_lib
 from maxds import mesh as mesh_lib
 from maxds import params, step
-from maxds.config import Config, Model, RopeScaling
+from maxds.config import OVERLAPPED, Config, Model, RopeScaling
 from maxds.data.packing import pack
 from maxds.model import deepseek
 
@@ -214,6 +215,12 @@ def outcome(config: Config, term: str | None = None, draw: int = 0) -> Outcome:
 def objective(config: Config, found: Outcome) -> float:
     coefficients = stepper(config).network.coefficients()
     return sum(c * float(found.sums[k]) / max(int(found.counts[k]), 1) for k, c in coefficients.items())
+
+
+def entropies(model: Model, found: Outcome) -> float:
+    """No less than those of which the divergences of V4's indexers, which are small, are the differences."""
+    ratios = model.compress_ratios or ()
+    return ratios.count(OVERLAPPED) * int(found.counts["indexer"]) * math.log(model.index_topk or 1)
 
 
 def judged_with(path) -> str:

@@ -423,7 +423,7 @@ def pending(c: Model, capacity: float, x: Stream) -> Computed:
     shards = lax.axis_size("expert")
     batch, length, width = x.shape
     pairs = batch * length * shards * c.num_experts_per_tok
-    rows = jnp.zeros((rows_at_a_time(pairs, shards, capacity), width), x.h.dtype)
+    rows = jnp.zeros((rows_at_a_time(pairs, shards, capacity), width), x.dtype)
     none = jnp.zeros((pairs,), jnp.int32)
     sizes = jnp.zeros((c.n_routed_experts // shards,), jnp.int32)
     return Computed(x, rows, Routing(none, none, sizes, jnp.zeros((), jnp.int32)))

@@ -8,6 +8,7 @@ What a stage has made is added when the next one reads: until then it may be a s
 """
 
 import dataclasses
+from typing import Any
 
 import flax.struct
 import jax
@@ -23,7 +24,7 @@ from maxds.params import Param, Tree
 class Stream:
     """What runs through the layers. Without hyper-connections, `out` and `post` are None."""
 
-    h: jax.Array  # [B S D], or the streams [B n S D]
+    h: Any  # [B S D], or the streams, a tuple of n: each an array of its own, so that TPUs mix them at full width
     out: Tree  # [B S D]: made, and not added yet
     post: Tree  # [n B S] float32: what each stream is to get of it
     balance: jax.Array  # float32 scalar: the balance loss of the layers so far, summed over sequences
@@ -32,7 +33,16 @@ class Stream:
     @property
     def shape(self) -> tuple[int, ...]:
         """[B S D], of what a stage reads and makes."""
-        return (self.h if self.out is None else self.out).shape
+        return self._made.shape
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of what a stage reads and makes."""
+        return self._made.dtype
+
+    @property
+    def _made(self) -> jax.Array:
+        return self.h if self.out is None else self.out
 
 
 @flax.struct.dataclass
@@ -66,8 +76,7 @@ def enter(c: Model, h: jax.Array) -> Stream:
     indexer = None if c.index_topk is None else zero
     if c.hc_mult is None:
         return Stream(h, None, None, zero, indexer)
-    streams = jnp.broadcast_to(h[:, None], (len(h), c.hc_mult, *h.shape[1:]))
-    return Stream(streams, jnp.zeros_like(h), jnp.zeros((c.hc_mult, *h.shape[:2]), jnp.float32), zero, indexer)
+    return Stream((h,) * c.hc_mult, jnp.zeros_like(h), jnp.zeros((c.hc_mult, *h.shape[:2]), jnp.float32), zero, indexer)
 
 
 def read(c: Model, w: Connection | None, x: Stream) -> tuple[jax.Array, Stream]:
@@ -80,7 +89,7 @@ def read(c: Model, w: Connection | None, x: Stream) -> tuple[jax.Array, Stream]:
         part * scale + base[:, None, None] for part, scale, base in zip(outputs, w.scale, bases, strict=True)
     )
     mix = _doubly_stochastic(c, mix.reshape(n, n, *mix.shape[1:]))
-    mixed = jnp.einsum("ijbs,bisd->bjsd", mix, h.astype(jnp.float32)).astype(h.dtype)
+    mixed = tuple(_joined(shares, h) for shares in mix.swapaxes(0, 1))
     y = _joined(jax.nn.sigmoid(weigh) + c.hc_eps, h)
     return y, dataclasses.replace(x, h=mixed, out=jnp.zeros_like(y), post=2 * jax.nn.sigmoid(write))
 
@@ -100,22 +109,26 @@ def leave(c: Model, w: Connection | None, x: Stream) -> jax.Array:
     return _joined(jax.nn.sigmoid(_outputs(c, w, h) * w.scale + w.base[:, None, None]) + c.hc_eps, h)
 
 
-def _settled(x: Stream) -> jax.Array:
-    """The streams [B n S D], with what was still to be added."""
-    out, post = x.out[:, None].astype(jnp.float32), jnp.moveaxis(x.post, 0, 1)[..., None]
-    return (x.h.astype(jnp.float32) + post * out).astype(x.h.dtype)
+def _settled(x: Stream) -> list[jax.Array]:
+    """The streams, with what was still to be added."""
+    out = x.out.astype(jnp.float32)
+    return [
+        (h.astype(jnp.float32) + post[..., None] * out).astype(h.dtype) for h, post in zip(x.h, x.post, strict=True)
+    ]
 
 
-def _outputs(c: Model, w: Connection, h: jax.Array) -> jax.Array:
+def _outputs(c: Model, w: Connection, streams: list[jax.Array]) -> jax.Array:
     """[K B S] float32, of all streams normalized together."""
-    h = h.astype(jnp.float32)
-    size = lax.rsqrt(jnp.mean(h * h, axis=(1, 3)) + c.rms_norm_eps)
-    return jnp.einsum("bnsd,ndk->kbs", h, w.project, precision=lax.Precision.HIGHEST) * size
+    hs = [h.astype(jnp.float32) for h in streams]
+    size = lax.rsqrt(jnp.mean(sum(h * h for h in hs), axis=-1) / len(hs) + c.rms_norm_eps)
+    products = zip(hs, w.project, strict=True)
+    return sum(jnp.einsum("bsd,dk->kbs", h, own, precision=lax.Precision.HIGHEST) for h, own in products) * size
 
 
-def _joined(weights: jax.Array, h: jax.Array) -> jax.Array:
-    """The sum of the streams [B n S D], each times its weight [n B S]."""
-    return jnp.einsum("nbs,bnsd->bsd", weights, h.astype(jnp.float32)).astype(h.dtype)
+def _joined(weights: jax.Array, streams: list[jax.Array]) -> jax.Array:
+    """The sum of the streams, each times its weight [n B S]."""
+    products = zip(weights, streams, strict=True)
+    return sum(weight[..., None] * h.astype(jnp.float32) for weight, h in products).astype(streams[0].dtype)
 
 
 def _doubly_stochastic(c: Model, logits: jax.Array) -> jax.Array:
