@@ -44,10 +44,10 @@ def of_json(value: Any) -> int:
 
 @jax.jit
 def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
-    return [_sum(array) for array in arrays]
+    return [of_bits(array) for array in arrays]
 
 
-def _sum(array: jax.Array) -> jax.Array:
+def of_bits(array: jax.Array) -> jax.Array:
     """The sum, modulo 2^32, of a hash of each element's bits and its place: any one that changes changes it."""
     bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
     place = jnp.zeros(array.shape, jnp.uint32)

@@ -507,6 +507,9 @@ class Config:
     profile: Profile | None = None
     sample: Sample | None = None
     log_every_steps: int = 1
+    # Every so many steps, one is computed twice and compared to the bit, and so are the devices' copies of the state:
+    # for chips that compute wrongly and say nothing. null: never
+    verify_every_steps: int | None = None
     # A process that finishes no step, evaluated batch, restore or save for so long tells where it is, and exits with 6.
     # Opening the data, initializing and compiling the step may take longer. null: it waits for ever
     hang_seconds: float | None = 1800
@@ -526,6 +529,10 @@ class Config:
                 for option in self.compiler_options
             ),
             (self.log_every_steps > 0, f"log_every_steps={self.log_every_steps} must be positive"),
+            (
+                self.verify_every_steps is None or self.verify_every_steps > 0,
+                f"verify_every_steps={self.verify_every_steps} must be positive, or null",
+            ),
             (
                 self.hang_seconds is None or self.hang_seconds > 0,
                 f"hang_seconds={self.hang_seconds} must be positive, or null",

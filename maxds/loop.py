@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxds import checkpoint, goodput, metrics, saves, watchdog
+from maxds import checkpoint, goodput, integrity, metrics, saves, watchdog
 from maxds.config import Config
 from maxds.data import Batch, Data
 from maxds.step import Stepper, TrainState
@@ -49,8 +49,10 @@ class Loop:
     step: int  # batches consumed
     program: Any  # the compiled train step
     hosts: goodput.Hosts
-    logged: dict[str, Any] | None = None  # what the next step gave before the run was interrupted, if it was taken then
+    logged: dict[str, Any] | None  # what the next step gave before the run was interrupted, if it was taken then
+    verified: int  # the last step that was right when it was computed twice; or the one that the run began with
     non_finite: int = 0
+    _rehearsed: dict | None = None  # metrics of the next step, if it has been computed once already
     _due: tuple[int, dict] | None = None  # a step whose metrics are still on the device
     _clock: float = 0.0  # when the step before it was finished
     _stopwatch: goodput.Stopwatch = dataclasses.field(default_factory=goodput.Stopwatch)
@@ -63,6 +65,7 @@ class Loop:
           TermError: at step 0, a term that is enabled is zero or has no gradient.
           FeedError: the data of a step, or of an evaluation, cannot be read.
           checkpoint.StorageError: too many saves in a row have failed, or the last one.
+          integrity.CorruptionError: a device is wrong.
           checkpoint.CheckpointError: the first step has another loss than before the run was interrupted.
         """
         batches = self._batches()
@@ -107,6 +110,10 @@ class Loop:
         if profile and self.step == profile.start:
             self.finish_step()
             jax.profiler.start_trace(str(epath.Path(self.config.run_dir).expanduser() / "profile"))
+        if self.config.verify_every_steps and (self.step + 1) % self.config.verify_every_steps == 0:
+            self.finish_step()
+            with self._stopwatch.idle("other"):
+                self.rehearse(batch)
         self._stopwatch.begin_step()
         self.state, computed = self.program(self.state, batch, self.stepper.training)
         self._stopwatch.run_step(computed)
@@ -123,6 +130,28 @@ class Loop:
                 self.evaluate()
         with self._stopwatch.idle("checkpoint"):
             self.look_after_saves()
+
+    def rehearse(self, batch: dict[str, jax.Array]) -> None:
+        """Computes the next step, without taking it, to compare it with itself; and compares copies of the state.
+
+        Raises:
+          CorruptionError: they differ.
+        """
+        integrity.check_copies(self.state, self.stepper.mesh.devices, self.step, self.verified)
+        self.state, computed = self.program(self.state, batch, self.stepper.rehearsal)
+        self._rehearsed = jax.device_get(computed) | {"applied": None}
+        self.watch.progress(f"step {self.step + 1}, for the first time")
+
+    def check_rehearsed(self, step: int, found: dict) -> None:
+        """Compares a step with its rehearsal, if it had one.
+
+        Raises:
+          CorruptionError: they differ.
+        """
+        rehearsed, self._rehearsed = self._rehearsed, None
+        if rehearsed is not None:
+            integrity.check_same(step, rehearsed, found | {"applied": None}, self.verified)
+            self.verified = step
 
     def look_after_saves(self) -> None:
         """Learns what became of the last one, and begins another where one is due."""
@@ -143,6 +172,7 @@ class Loop:
         self.watch.progress(f"step {step}")
         now = time.perf_counter()
         self.check_repeated(step, found)
+        self.check_rehearsed(step, found)
         spent, end = self._stopwatch.finished()
         with self._stopwatch.idle("other"):
             compared = self.hosts.compare(self._stopwatch.late, spent)

@@ -243,6 +243,11 @@ class Stepper:
         """The mode of an ordinary step."""
         return self._mode(self.network.coefficients(), update=True)
 
+    @functools.cached_property
+    def rehearsal(self) -> Mode:
+        """The mode that computes all of an ordinary step, and leaves the state as it is."""
+        return self._mode(self.network.coefficients(), update=False)
+
     def probe(self, term: str) -> Mode:
         """The mode that computes the gradient of one term alone, and leaves the state as it is."""
         return self._mode((term,), update=False)

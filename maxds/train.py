@@ -1,7 +1,7 @@
 """The command: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE]
 
 exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIGINT; saved, resumes when run again
-          1   a defect of maxds or the machine     4   loss or gradient stopped being finite
+          1   a defect of maxds or a machine       4   loss or gradient stopped being finite
           2   a mistake in the config, data,       5   data ended or could not be read, after training had begun
               mesh, checkpoints or --aot file      6   no progress for `hang_seconds`; RUN/hangs tells where it stood
                                                    7   checkpoints, or the run's folder, could not be written
@@ -24,6 +24,7 @@ from maxds import (
     describe,
     generate,
     goodput,
+    integrity,
     loader,
     loop,
     metrics,
@@ -58,6 +59,7 @@ MISTAKES = (
     executable.ExecutableError,
 )
 EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}
+EXIT_CODES[integrity.CorruptionError] = 1
 USAGE = (
     "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE] [--print_config | --describe [--devices=N]]"
 )
@@ -133,7 +135,7 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
 
             saving = saves.Saves(saved, log, save, last=done or None)
             hosts = goodput.Hosts(log.note)
-            training = loop.Loop(config, stepper, data, saving, log, watch, state, done, program, hosts, logged)
+            training = loop.Loop(config, stepper, data, saving, log, watch, state, done, program, hosts, logged, done)
             finished = training.run(stop)
         if not finished:
             log.note(f"stopped by {stop.name} after step {training.step}; run the same command to go on")

@@ -16,7 +16,8 @@ ORDER = """command config nodes loader mesh quantize params schedule
     optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
-    data checksum checkpoint parts records goodput metrics report trained generate score watchdog saves loop train
+    data checksum integrity checkpoint parts records goodput metrics report trained generate score watchdog saves loop
+    train
     hf hf.files hf.table hf.settings convert
     compile cluster jobset launch doctor""".split()
 ONLY = {"flops": {"config"}, "quantize": set(), "schedule": {"quantize", "params"}}  # less than the order would allow
@@ -59,7 +60,7 @@ WORDS = {
     r"PartitionSpec": {"mesh", "params", "step", "describe", "generate", "score"}
     | {"model.residual", "model.indexer", "model.attention", "model.compressed", "model.moe", "model.deepseek"}
     | {"model.decode"},
-    r"shard_map\(": {"step", "generate", "score"},
+    r"shard_map\(": {"step", "integrity", "generate", "score"},
     r"optimization_barrier\(": {"params", "schedule", "model.moe"},  # there: what a loop exchanges stays in it
     r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "model.moe"},
     r"psum\(": {"params", "step"},

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxds import checkpoint, loader, loop, mesh, params, step, train, trained
+from maxds import checkpoint, integrity, loader, loop, mesh, params, step, train, trained
 from maxds.config import Config
 from maxds.data import DataError, open_data
 
@@ -235,6 +235,34 @@ def test_the_default_data_needs_no_download(tmp_path):
     data = open_data(config.data, 257, 0, None)
     rows = next(itertools.islice(data.batches(3), 1))
     assert rows["tokens"].shape == (16, 32) and rows["tokens"].max() < 257
+
+
+class Unsteady:
+    """A compiled step on machines that, at one call, compute a weight wrongly."""
+
+    def __init__(self, program, call):
+        self.program, self.left = program, call
+
+    def __call__(self, state, *rest):
+        self.left -= 1
+        state, computed = self.program(state, *rest)
+        return state, computed | {"grad_norm": computed["grad_norm"] * (1 + 1e-6 * (self.left == 0))}
+
+
+def test_a_step_that_gives_another_result_the_second_time_ends_the_run_with_1_and_is_not_saved(
+    tmp_path, monkeypatch, capsys
+):
+    probes, compiled = 2, step.Stepper.compile  # of the terms; then come 6 steps, of which 2 twice
+    monkeypatch.setattr(step.Stepper, "compile", lambda self: Unsteady(compiled(self), probes + 6 + 2))
+    with pytest.raises(integrity.CorruptionError, match=r"step 6, computed twice .* grad_norm is .* after step 3,"):
+        run(tmp_path, "verify_every_steps=3", "checkpoint.every_steps=2")
+    assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"2", "4"}
+    assert train.EXIT_CODES[integrity.CorruptionError] == 1
+
+
+def test_a_run_that_verifies_its_steps_is_the_run_that_does_not(straight, tmp_path):
+    assert run(tmp_path, "verify_every_steps=1") == 0
+    assert losses(tmp_path) == losses(straight)
 
 
 # -------------------------------------------------------------------------------- starting from another run
