@@ -133,7 +133,7 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
     local = params_lib.derive(lambda p: _part(p, axes, precision.params), declared)
     # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.
-    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, declared).init, local)
+    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, declared, None).init, local)
     sums = 2 if config.optimizer.accumulate_steps > 1 else 1
     layers = 2 if config.schedule.kind == "batch_split" else 1
     float8 = precision.matmul == "fp8"

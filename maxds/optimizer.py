@@ -6,7 +6,9 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
+from maxds import muon
 from maxds import params as params_lib
 from maxds.config import Optimizer
 from maxds.params import Param, Tree
@@ -44,13 +46,14 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules(parts, [warmup, *ends])
 
 
-def make(config: Optimizer, steps: int, declared: Tree) -> optax.GradientTransformation:
+def make(config: Optimizer, steps: int, declared: Tree, mesh: Mesh | None) -> optax.GradientTransformation:
     """Clipping, AdamW or Muon, decoupled weight decay where the declaration allows it, learning rate.
 
-    Of the weights that `train` matches; the others are left as they are, and hold no state.
+    Of the weights that `train` matches; the others are left as they are, and hold no state. `mesh` is that of the
+    weights; None where only the state's shapes are wanted.
     """
     if config.kind == "muon":
-        direction = _muon(config, declared)
+        direction = _muon(config, declared, mesh)
     else:
         direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
     transform = optax.chain(
@@ -89,30 +92,12 @@ def check(config: Optimizer, paths: list[str]) -> None:
         )
 
 
-def _muon(config: Optimizer, declared: Tree) -> optax.GradientTransformation:
-    """Muon for hidden matrices, each one orthogonalized by itself; Adam for norms, embedding and head.
-
-    What is stacked (layers, experts, gate beside up) is many matrices; what has several input or
-    output dimensions (heads) is one. Updates have AdamW's RMS of 0.2, so that it can keep its
-    learning rate and decay (Moonlight, arXiv 2502.16982, section 2.2).
-    """
-    muon = optax.contrib.muon(
-        -1.0,  # optax scales by minus the learning rate: the direction itself is wanted here
-        beta=config.muon_momentum,
-        eps=config.eps,
-        muon_weight_dimension_numbers=params_lib.derive(_dimension_numbers, declared),
-        consistent_rms=0.2,
-    )
-    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)  # optax.contrib.muon's own has Nesterov's step
+def _muon(config: Optimizer, declared: Tree, mesh: Mesh | None) -> optax.GradientTransformation:
+    """Muon for hidden matrices; Adam for norms, embedding and head."""
+    matrices = muon.direction(declared, mesh, config.muon_momentum, config.eps)
+    adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     kinds = params_lib.derive(lambda p: "muon" if p.dims else "adam", declared)
-    return optax.partition({"muon": muon, "adam": adam}, kinds)
-
-
-def _dimension_numbers(p: Param) -> optax.contrib.MuonDimensionNumbers | optax.MaskedNode:
-    if not p.dims:
-        return optax.MaskedNode()
-    inputs, outputs = (tuple(i for i, letter in enumerate(p.dims) if letter == kind) for kind in "io")
-    return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+    return optax.partition({"muon": matrices, "adam": adam}, kinds)
 
 
 def map_moments(fn: Callable[[Param, jax.Array], Tree], declared: Tree, state: Tree) -> Tree:

@@ -327,5 +327,5 @@ def make(config: Config, mesh: Mesh) -> Stepper:
     """
     network = deepseek.Network(config)
     check(network, dict(mesh.shape))
-    transform = optimizer.make(config.optimizer, config.steps, network.declared)
+    transform = optimizer.make(config.optimizer, config.steps, network.declared, mesh)
     return Stepper(config, mesh, network, transform)

@@ -63,7 +63,7 @@ def start(folder: str, stepper: Stepper, fresh: TrainState, note: Callable[[str]
     """
     config = dataclasses.replace(read_config(folder), run_dir=folder)
     network = deepseek.Network(config)
-    transform = optimizer.make(config.optimizer, config.steps, network.declared)
+    transform = optimizer.make(config.optimizer, config.steps, network.declared, stepper.mesh)
     theirs = dataclasses.replace(stepper, config=config, network=network, transform=transform)
     found = checkpoint.restore_weights(config, theirs.abstract_state)
     known, own = _named(found), _named(fresh)

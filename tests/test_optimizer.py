@@ -67,17 +67,22 @@ def draw(seed, scale=1.0):
     return {name: scale * rng.standard_normal(p.shape, np.float32) for name, p in WEIGHTS.items()}
 
 
-def updates(config, steps=2, names=frozenset(WEIGHTS)):
+def updates(config, steps=2, names=frozenset(WEIGHTS), mesh=(1, 1, 1)):
     """The updates of some steps, on weights that do not change."""
+    mesh = tiny.stepper(tiny.config(mesh=mesh)).mesh
 
     def some(weights):
         return {name: weights[name] for name in names}
 
-    transform = optimizer.make(config, 100, some(WEIGHTS))
-    weights, state = some(draw(0)), transform.init(some(draw(0)))
+    def place(weights):
+        return jax.device_put(some(weights), params.shardings(some(WEIGHTS), mesh))
+
+    transform = optimizer.make(config, 100, some(WEIGHTS), mesh)
+    weights = place(draw(0))
+    state = transform.init(weights)
     update, found = jax.jit(transform.update), []
     for step in range(steps):
-        more, state = update(some(draw(step + 1)), state, weights)
+        more, state = update(place(draw(step + 1)), state, weights)
         found.append(more)
     return found, state
 
@@ -98,17 +103,33 @@ def muon():
     return updates(dataclasses.replace(PLAIN, kind="muon"))[0]
 
 
+def orthogonalized(x):
+    """Five steps of Newton-Schulz, as Muon's author published them."""
+    x = x / np.linalg.norm(x)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+    return x
+
+
 @pytest.mark.parametrize("name", sorted(MATRICES))
-def test_muon_orthogonalizes_every_matrix_by_itself(name, muon):
-    p = WEIGHTS[name]
-    alone = optax.contrib.muon(1.0, beta=0.95, consistent_rms=0.2)
-    gradients = [matrices(p, draw(step + 1)[name]) for step in range(2)]
-    found = [matrices(p, u[name]) for u in muon]
-    for index in {0, len(found[0]) - 1}:
-        state = alone.init(gradients[0][index])
-        for gradient, update in zip(gradients, found, strict=True):
-            expected, state = alone.update(gradient[index], state, gradient[index])
-            np.testing.assert_allclose(update[index], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+def test_muon_moves_every_matrix_along_its_own_orthogonalized_momentum(name, muon):
+    p, momentum = WEIGHTS[name], 0.0
+    for step in range(2):
+        gradients = matrices(p, draw(step + 1)[name]).astype(np.float64)
+        momentum = gradients + 0.95 * momentum
+        found = matrices(p, muon[step][name])
+        for index in {0, len(found) - 1}:
+            x = gradients[index] + 0.95 * momentum[index]
+            expected = -0.2 * max(x.shape) ** 0.5 * orthogonalized(x)
+            np.testing.assert_allclose(found[index], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
+
+
+def test_muon_on_a_mesh_is_that_of_one_device(muon):
+    on_mesh = updates(dataclasses.replace(PLAIN, kind="muon"), mesh=(1, 4, 2))[0]
+    for one, other in zip(muon, on_mesh, strict=True):
+        for name in MATRICES:
+            np.testing.assert_allclose(other[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max())
 
 
 def test_muon_leaves_norms_embedding_and_head_to_adam(muon):
@@ -176,7 +197,7 @@ def test_every_moment_lives_where_its_weight_does(kind):
     weights = {params.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
     moments = {params.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
     for path, weight in weights.items():
-        found = [leaf for name, leaf in moments.items() if name.endswith((f".mu.{path}", f".nu.{path}"))]
+        found = [leaf for name, leaf in moments.items() if name.endswith((f".mu.{path}", f".nu.{path}", f".trace.{path}"))]
         matrix = kind == "muon" and params.flatten(DECLARED)[path].dims
         assert [(m.shape, m.sharding) for m in found] == [(weight.shape, weight.sharding)] * (1 if matrix else 2), path
 

@@ -13,7 +13,7 @@ PACKAGE = Path(maxds.__file__).parent
 ORDER = """command config nodes loader mesh quantize params schedule
     model model.ops model.residual model.kernels model.indexer model.window model.attention model.compressed model.moe
     model.deepseek model.decode
-    optimizer step flops describe
+    muon optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
     data checksum integrity checkpoint parts records goodput metrics report trained generate score watchdog saves loop
@@ -60,9 +60,9 @@ WORDS = {
     r"PartitionSpec": {"mesh", "params", "step", "describe", "generate", "score"}
     | {"model.residual", "model.indexer", "model.attention", "model.compressed", "model.moe", "model.deepseek"}
     | {"model.decode"},
-    r"shard_map\(": {"step", "integrity", "generate", "score"},
+    r"shard_map\(": {"muon", "step", "integrity", "generate", "score"},
     r"optimization_barrier\(": {"params", "schedule", "model.moe"},  # there: what a loop exchanges stays in it
-    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "model.moe"},
+    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "model.moe", "muon"},
     r"psum\(": {"params", "step"},
     r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.indexer", "model.window", "model.moe"},
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {

@@ -1,0 +1,74 @@
+"""Muon: a matrix moves along its orthogonalized momentum (Jordan et al. 2024; Moonlight, arXiv 2502.16982).
+
+Its shards travel for that: of each stack of matrices, every device along `fsdp` is sent some, whole, orthogonalizes
+them one after the other, and sends them back. So nothing is computed twice along `fsdp`, no device holds more than one
+matrix's temporaries, and a stack takes as much room again as its shards.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh
+
+from maxds import params as params_lib
+from maxds.params import Param, Tree
+
+_STEPS = ((3.4445, -4.7750, 2.0315),) * 5  # of Newton-Schulz, one by one: optax makes a loop of them, not a sequence
+_RMS = 0.2  # of an update: AdamW's, so that it can keep its learning rate and decay (Moonlight, section 2.2)
+
+
+def direction(declared: Tree, mesh: Mesh | None, momentum: float, eps: float) -> optax.GradientTransformation:
+    """Where hidden matrices are to move; what is no hidden matrix is not to be given to it.
+
+    What is stacked (layers, experts, gate beside up) is many matrices; what has several input or output dimensions
+    (heads) is one.
+
+    Args:
+      declared: every weight.
+      mesh: that the gradients lie on. None: updates are not asked for.
+      momentum: Nesterov's.
+      eps: added to the norm that a matrix is divided by.
+    """
+    one = optax.contrib.muon(-1.0, _STEPS, beta=0.0, nesterov=False, eps=eps, consistent_rms=_RMS)
+
+    def orthogonalize(matrix: jax.Array) -> jax.Array:
+        return one.update(matrix, one.init(matrix), matrix)[0]
+
+    def of_weight(p: Param, gradient: Tree) -> Tree:
+        if isinstance(gradient, optax.MaskedNode):
+            return gradient
+        exchange = functools.partial(_by_matrix, p, orthogonalize)
+        return jax.shard_map(exchange, mesh=mesh, in_specs=p.spec, out_specs=p.spec, check_vma=False)(gradient)
+
+    orthogonalized = optax.stateless(lambda updates, _: params_lib.derive(of_weight, declared, updates))
+    return optax.chain(optax.trace(momentum, nesterov=True), orthogonalized)
+
+
+def _by_matrix(p: Param, fn: Callable, x: jax.Array) -> jax.Array:
+    """Maps `fn` ([I O] -> [I O]) over the matrices of which this is a device's shard."""
+    stacked, inside = ([i for kind in kinds for i, d in enumerate(p.dims) if d == kind] for kinds in ("b", "io"))
+    order = stacked + inside
+    shards = x.transpose(order).reshape(-1, *(x.shape[i] for i in inside))
+    if "fsdp" not in p.spec:
+        found = _each(p, fn, shards)
+    else:
+        split = 1 + inside.index(p.spec.index("fsdp"))
+        padding = -len(shards) % lax.axis_size("fsdp")
+        sent = jnp.pad(shards, [(0, padding)] + [(0, 0)] * len(inside))
+        whole = lax.all_to_all(sent, "fsdp", 0, split, tiled=True)
+        found = lax.all_to_all(_each(p, fn, whole), "fsdp", split, 0, tiled=True)[: len(shards)]
+    back = sorted(range(len(order)), key=order.__getitem__)
+    return found.reshape([x.shape[i] for i in order]).transpose(back)
+
+
+def _each(p: Param, fn: Callable, stack: jax.Array) -> jax.Array:
+    """Maps `fn` over a stack of whole matrices, whose inputs and outputs may be several dimensions each."""
+    inputs = p.dims.count("i")
+    shape = stack.shape[1 : 1 + inputs], stack.shape[1 + inputs :]
+    matrices = stack.reshape(len(stack), *map(math.prod, shape))
+    return lax.map(fn, matrices).reshape(stack.shape)
