@@ -6,6 +6,7 @@ of them together, with the file and the line.
 """
 
 import dataclasses
+import itertools
 import math
 from typing import Literal, TypeVar, dataclass_transform
 
@@ -314,6 +315,34 @@ class Precision:
     reduce_dcn: Dtype = "float32"  # of sums of gradients over `data`, which across slices is DCN
 
 
+LOSS_WEIGHTS = "z_loss", "mtp", "balance", "indexer", "router_bias_rate"
+
+
+@section
+class LossChange:
+    """Weights of the loss from some step on; null: as before."""
+
+    after_steps: int
+    z_loss: float | None = None
+    mtp: float | None = None
+    balance: float | None = None
+    indexer: float | None = None
+    router_bias_rate: float | None = None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Those that it sets."""
+        found = {name: getattr(self, name) for name in LOSS_WEIGHTS}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def __post_init__(self):
+        _require(
+            (self.after_steps > 0, f"after_steps={self.after_steps} must be positive"),
+            (len(self.weights) > 0, f"after_steps={self.after_steps} without any of {', '.join(LOSS_WEIGHTS)}"),
+            *((value >= 0, f"{name}={value} must not be negative") for name, value in self.weights.items()),
+        )
+
+
 @section
 class Loss:
     chunk_tokens: int = 2048  # logits live for this many tokens of a device at a time
@@ -322,13 +351,20 @@ class Loss:
     balance: float = 0.0  # sequence-wise balance loss, V3 eq. 17-20 (alpha; V3: 1e-4)
     indexer: float = 0.0  # how far indexers are from attention, V3.2 section 2.1.1: KL of a token, summed over layers
     router_bias_rate: float = 0.0  # aux-loss-free balancing (gamma; V3: 1e-3)
+    later: tuple[LossChange, ...] = ()  # how these weights change, in the order of steps
 
     def __post_init__(self):
         _require(
             (self.chunk_tokens > 0, f"chunk_tokens={self.chunk_tokens} must be positive"),
+            *((getattr(self, k) >= 0, f"{k}={getattr(self, k)} must not be negative") for k in LOSS_WEIGHTS),
             *(
-                (getattr(self, k) >= 0, f"{k}={getattr(self, k)} must not be negative")
-                for k in ("z_loss", "mtp", "balance", "indexer", "router_bias_rate")
+                (one.after_steps < next_one.after_steps, f"later: {next_one.after_steps} follows {one.after_steps}")
+                for one, next_one in itertools.pairwise(self.later)
+            ),
+            *(
+                (getattr(self, k) > 0, f"later sets {k} after {change.after_steps} steps, but it is 0 at first")
+                for change in self.later
+                for k in change.weights
             ),
         )
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxds import mesh as mesh_lib
 from maxds import optimizer, params
-from maxds.config import STAGE_NAMES, Config
+from maxds.config import STAGE_NAMES, Config, Loss
 from maxds.model import deepseek
 from maxds.params import Tree
 
@@ -107,14 +107,16 @@ class Stepper:
           `learning_rate`, `imbalance` (stack -> [L]: load of the busiest expert / mean load), `applied`
           (0 where the step was skipped).
         """
-        grads, sums, counts, load = self.loss_and_grads(state.params, state.router_bias, batch, mode)
+        shares = {name: _share(self.config.loss, name, state.step) for name in mode.terms}
+        enabled = Mode({name: on * shares[name] for name, on in mode.terms.items()}, mode.update)
+        grads, sums, counts, load = self.loss_and_grads(state.params, state.router_bias, batch, enabled)
         norm = optax.tree.norm(jax.tree.map(lambda trained, g: g if trained else None, self.is_trained, grads))
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params)
         new = dataclasses.replace(
             state,
             params=optax.apply_updates(state.params, updates),
             opt_state=opt_state,
-            router_bias=state.router_bias | self._balanced(state.router_bias, load),
+            router_bias=state.router_bias | self._balanced(state.router_bias, load, state.step),
             typical_norm=jnp.where(state.typical_norm == 0, norm, 0.98 * state.typical_norm + 0.02 * norm),
         )
         sound = self._sound(norm, state.typical_norm) & mode.update
@@ -122,7 +124,7 @@ class Stepper:
         terms = {name: sums[name] / jnp.maximum(counts[name], 1).astype(jnp.float32) for name in sums}
         coefficients = self.network.coefficients()
         metrics = {
-            "loss": sum(coefficients[name] * terms[name] for name in terms if coefficients[name]),
+            "loss": sum(coefficients[name] * shares[name] * terms[name] for name in terms if coefficients[name]),
             "terms": {name: value for name, value in terms.items() if coefficients[name]},
             "tokens": counts["main"],
             "grad_norm": norm,
@@ -137,13 +139,14 @@ class Stepper:
         """Whether each weight changes."""
         return optimizer.is_trained(self.config.optimizer, self.network.declared)
 
-    def _balanced(self, bias, load):
+    def _balanced(self, bias, load, step):
         """The router biases that change, after the step."""
         chosen = self.config.optimizer
         bias = {
             k: b for k, b in bias.items() if k != "hash_layers" and optimizer.changes(chosen, deepseek.bias_name(k))
         }
-        return optimizer.balance(bias, load, self.config.loss.router_bias_rate)
+        loss = self.config.loss
+        return optimizer.balance(bias, load, loss.router_bias_rate * _share(loss, "router_bias_rate", step))
 
     def _learning_rate(self, step):
         return optimizer.learning_rate(self.config.optimizer, self.config.steps)(step)
@@ -297,6 +300,15 @@ class Stepper:
         """A global batch out of the rows of this process, int32 [global_batch / processes S]."""
         sharding = mesh_lib.batch_sharding(self.mesh)
         return {k: jax.make_array_from_process_local_data(sharding, v) for k, v in rows.items()}
+
+
+def _share(loss: Loss, name: str, step: jax.Array) -> jax.Array | float:
+    """What a term, or the router bias's rate, counts for after so many steps, over what it counts for at first."""
+    share, key = 1.0, "mtp" if name.startswith("mtp") else name
+    for change in loss.later:
+        if key in change.weights:
+            share = jnp.where(step >= change.after_steps, change.weights[key] / getattr(loss, key), share)
+    return share
 
 
 def _imbalance(counts: jax.Array) -> jax.Array:

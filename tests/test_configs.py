@@ -159,6 +159,13 @@ def test_the_recipe_is_that_of_the_paper(name, lr, warmup_steps, tokens):
     assert config.steps * config.data.global_batch * config.data.sequence_length == pytest.approx(tokens, rel=0.005)
 
 
+def test_v3_weighs_mtp_less_after_10t_tokens_and_leaves_the_routers_biases_alone_after_14_3t():
+    config, _ = load("deepseek3-671b")
+    later = {change.after_steps * config.data.global_batch * 4096: change.weights for change in config.loss.later}
+    assert list(later.values()) == [{"mtp": 0.1}, {"router_bias_rate": 0.0}]
+    assert list(later) == pytest.approx([10e12, 14.3e12], rel=1e-3)
+
+
 # Key that is empty in models without a feature -> the keys of that feature.
 FEATURES = {
     "first_k_dense_replace": r"intermediate_size|first_k_dense_replace",
@@ -219,6 +226,12 @@ def test_the_quickstart_needs_no_download_and_no_accelerator():
          "out; set both, or neither"),
         (["optimizer.train=[]"], "override optimizer.train=[]: optimizer: train=[] leaves nothing to train; name "
                                  "some, such as ['*indexer*']"),
+        (["loss.later=[{after_steps: 9, indexer: 0.1}]"],
+         "override loss.later=[{after_steps: 9, indexer: 0.1}]: loss: later sets indexer after 9 steps, but it is 0 at "
+         "first"),
+        (["loss.later=[{after_steps: 9}]"],
+         "override loss.later=[{after_steps: 9}]: loss.later[0]: after_steps=9 without any of z_loss, mtp, balance, "
+         "indexer, router_bias_rate"),
         (["model.topk_group=8"], "override model.topk_group=8: model: topk_group=8 exceeds n_group=4"),
         (["data.sources=[{kind: tfds}]"], "override data.sources=[{kind: tfds}]: data.sources[0]: kind=tfds needs a "
                                           "path"),

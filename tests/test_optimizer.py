@@ -5,7 +5,6 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 import tiny
 
@@ -197,7 +196,9 @@ def test_every_moment_lives_where_its_weight_does(kind):
     weights = {params.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.params)}
     moments = {params.name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state.opt_state)}
     for path, weight in weights.items():
-        found = [leaf for name, leaf in moments.items() if name.endswith((f".mu.{path}", f".nu.{path}", f".trace.{path}"))]
+        found = [
+            leaf for name, leaf in moments.items() if name.endswith((f".mu.{path}", f".nu.{path}", f".trace.{path}"))
+        ]
         matrix = kind == "muon" and params.flatten(DECLARED)[path].dims
         assert [(m.shape, m.sharding) for m in found] == [(weight.shape, weight.sharding)] * (1 if matrix else 2), path
 

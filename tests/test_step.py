@@ -1,5 +1,6 @@
 """What a training step does to the state, and what it must leave alone."""
 
+import dataclasses
 import functools
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 import tiny
 
 from maxds import optimizer
+from maxds.config import LossChange
 from maxds.model import moe
 
 CONFIG = tiny.config(tiny.V3, "batch_split", (2, 2, 2), optimizer={"skip_spike": 100.0, "clip": None})
@@ -116,6 +118,30 @@ def test_a_probe_reports_the_gradient_of_its_term_and_changes_nothing(term):
     assert_identical(arrays(after), before)
     assert not metrics["applied"]
     assert metrics["grad_norm"] > 1e-3
+
+
+# --------------------------------------------------------------------------------- weights of the loss
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_after_the_steps_that_config_names_terms_and_rate_have_the_weights_that_it_names(step):
+    change = LossChange(after_steps=3, mtp=0.1, balance=0.0, router_bias_rate=0.0)
+    config = tiny.config()
+
+    def with_loss(**changes):
+        return dataclasses.replace(config, loss=dataclasses.replace(config.loss, **changes))
+
+    def stepped(config):
+        stepper = tiny.stepper(config)
+        state = tiny.state(config).replace(step=jax.numpy.int32(step))
+        return stepper.train(state, tiny.inputs(config)[2], stepper.training)
+
+    found, metrics = stepped(with_loss(later=(change,)))
+    expected, of_expected = stepped(config if step < 3 else with_loss(mtp=0.1, balance=0.0, router_bias_rate=0.0))
+    np.testing.assert_allclose(metrics["loss"], of_expected["loss"], rtol=1e-6)
+    np.testing.assert_allclose(metrics["grad_norm"], of_expected["grad_norm"], rtol=1e-6)
+    assert_identical(arrays(found.router_bias), arrays(expected.router_bias))
+    assert any(bias.any() for bias in arrays(found.router_bias)) == (step < 3)
 
 
 # --------------------------------------------------------------------------------------- router bias
