@@ -17,7 +17,7 @@ ORDER = """command config nodes loader mesh quantize params schedule
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
     data checksum checkpoint parts records goodput metrics report trained generate score watchdog saves loop train
-    hf hf.files hf.table hf.settings convert
+    hf hf.files hf.quantized hf.table hf.v4 hf.settings convert
     compile cluster jobset launch doctor""".split()
 ONLY = {"flops": {"config"}, "quantize": set(), "schedule": {"quantize", "params"}}  # less than the order would allow
 MODULES = {
