@@ -12,7 +12,7 @@ PACKAGE = Path(maxds.__file__).parent
 # Upstream first: a module may import those before it. A folder of this list is one room.
 ORDER = """command config nodes loader mesh quantize params schedule
     model model.ops model.residual model.kernels model.indexer model.window model.attention model.compressed model.moe
-    model.deepseek model.decode
+    model.deepseek model.cache model.decode
     optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report

@@ -28,7 +28,7 @@ def read(raw: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
     """config.json with the official keys alone, those of a model; adds to `mistakes`."""
     raw = _well_formed(raw, mistakes)
     ratios, modules = raw.get("compress_ratios"), raw.get("num_nextn_predict_layers") or 0
-    if ratios is not None and len(ratios) == raw.get("num_hidden_layers", 0) + modules:
+    if ratios is not None and len(ratios) == (raw.get("num_hidden_layers") or 0) + modules:
         ratios = raw["compress_ratios"] = ratios[: len(ratios) - modules]
     types, rates = raw.pop("layer_types", None), raw.pop("compress_rates", None)
     if types is None and rates is not None and ratios is not None:
@@ -86,7 +86,7 @@ def _read_rope(raw: dict[str, Any], mistakes: list[str]) -> None:
             _agree(raw, key, of_layers.pop("rope_theta"), "rope_parameters", mistakes)
     shares = [raw.pop("partial_rotary_factor", None), *(of.pop("partial_rotary_factor", None) for of in (near, far))]
     for share in {share for share in shares if share is not None}:
-        _agree(raw, "qk_rope_head_dim", int(raw.get("head_dim", 0) * share), "partial_rotary_factor", mistakes)
+        _agree(raw, "qk_rope_head_dim", int((raw.get("head_dim") or 0) * share), "partial_rotary_factor", mistakes)
     if near.pop("rope_type", "default") != "default" or near:
         mistakes.append(f"rope_parameters.main is {given['main']}; maxds knows rope_type default, and its rope_theta")
     if far.pop("attention_factor", 1) not in (1, None):
