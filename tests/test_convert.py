@@ -658,6 +658,21 @@ def test_config_json_of_newer_files_says_the_same(v3, tmp_path):
     assert settings.read(tmp_path) == expected
 
 
+def test_what_transformers_says_of_v3_2_s_layers_must_be_what_its_other_keys_say(tmp_path):
+    given = json.loads(settings.write(dataclasses.replace(tiny.V32, num_nextn_predict_layers=0), "float32", None))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    expected = settings.read(tmp_path)
+    types = {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["indexed_attention"] * 3}
+    path.write_text(json.dumps(given | types))
+    assert settings.read(tmp_path) == expected
+    path.write_text(json.dumps(given | {key: kinds[::-1][:2] for key, kinds in types.items()}))
+    with pytest.raises(
+        files.FormatError, match=r"mlp_layer_types is .*'sparse'\]; with first_k_dense_replace=1 maxds knows"
+    ):
+        settings.read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

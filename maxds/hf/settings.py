@@ -89,6 +89,8 @@ def _model(raw: dict[str, Any], build: str, mistakes: list[str]) -> dict[str, An
     for key, value in fixed.items():
         if raw.get(key, value) not in (value, None):
             mistakes.append(f"{key} is {raw[key]}; maxds knows {value}")
+    if build == "deepseek_v32":
+        _check_layers(raw, mistakes)
     _check_key_heads(raw, of_v4, mistakes)
     _check_quantization(raw.get("quantization_config"), mistakes)
     known = {*fields, *_UNUSED, *fixed}
@@ -97,6 +99,17 @@ def _model(raw: dict[str, Any], build: str, mistakes: list[str]) -> dict[str, An
     missing += [k for k in v4.NEEDED if of_v4 and raw.get(k) is None]
     mistakes += [f"missing key {key}" for key in missing]
     return {key: raw[key] for key in fields if key in raw}
+
+
+def _check_layers(raw: dict[str, Any], mistakes: list[str]) -> None:
+    """Of V3.2, transformers says of each layer what `first_k_dense_replace` says of all."""
+    layers, dense = raw.get("num_hidden_layers") or 0, raw.get("first_k_dense_replace") or 0
+    for key, kinds in {
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+        "layer_types": ["indexed_attention"] * layers,
+    }.items():
+        if (found := raw.pop(key, None)) not in (kinds, None):
+            mistakes.append(f"{key} is {found}; with first_k_dense_replace={dense} maxds knows {kinds}")
 
 
 def _check_key_heads(raw: dict[str, Any], of_v4: bool, mistakes: list[str]) -> None:
