@@ -30,9 +30,8 @@ TINY = {
     "V2": dataclasses.replace(tiny.V2, n_shared_experts=2),
     "V2-Lite, tied": tiny.V2_LITE,
     "V3.2": tiny.V32,
-    "V4": V4,
-    # A turn of two layers, and a last one that is not whole; one hash layer of each kind.
-    "V4, other": dataclasses.replace(
+    # Hash layers of two kinds; two turns of two layers, and a last one that is not whole.
+    "V4": dataclasses.replace(
         V4,
         num_hidden_layers=8,
         compress_ratios=(0, 4, 0, 4, 6, 4, 6, 4),
