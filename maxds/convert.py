@@ -39,7 +39,7 @@ from maxds.trained import UseError
 WORKERS = 2  # parts converted at a time: what memory must hold
 FILE_BYTES = 4 * 2**30  # of a safetensors file, at most, unless a tensor alone exceeds it
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
-WEIGHTS, TABLES = ("F32", "F16", "BF16", "F8_E4M3", "I8"), ("I64", "I32")  # dtypes of their tensors
+WEIGHTS, MATRICES, TABLES = ("F32", "F16", "BF16"), ("F8_E4M3", "I8"), ("I64", "I32")  # dtypes of tensors
 USAGE = "usage: python -m maxds.convert from_hf HF_DIR OUT | to_hf RUN HF_DIR [--step=N]"
 _MISTAKES = (*trained.MISTAKES, FormatError)
 _NOTES = "job.json", "done.jsonl"
@@ -233,8 +233,8 @@ def _tensors(folder: pathlib.Path, config: Config) -> tuple[dict[str, Tensor], l
         if (known := official(name)) in found:
             raise FormatError(f"{folder} has {names[known]} and {name}, which are names of the same; remove one")
         found[known], names[known] = tensor, name
-    left_out = [known for known in found if known.startswith(V4_MTP)]
-    return {known: tensor for known, tensor in found.items() if known not in left_out}, left_out
+    left_out = [name for name in found if name.startswith(V4_MTP)]
+    return {name: tensor for name, tensor in found.items() if not name.startswith(V4_MTP)}, left_out
 
 
 def check(
@@ -246,7 +246,8 @@ def check(
         for cell in all_cells
         for name in cell.tensors
     }
-    dtypes = {name: TABLES if cell.row.below else WEIGHTS for cell in all_cells for name in cell.tensors}
+    dtypes = {name: WEIGHTS + MATRICES if len(shape) == 2 else WEIGHTS for name, shape in wanted.items()}
+    dtypes |= {name: TABLES for cell in all_cells if cell.row.below for name in cell.tensors}
     copies = {name for cell in all_cells if cell.row.copy for name in cell.tensors}
     for name in [n for n, t in found.items() if n in wanted and t.dtype in dtypes[n] and quantized.is_quantized(t)]:
         scale = f"{name}{quantized.SCALE}"
