@@ -362,7 +362,7 @@ class Loss:
                 for one, next_one in itertools.pairwise(self.later)
             ),
             *(
-                (getattr(self, k) > 0, f"later sets {k} after {change.after_steps} steps, but it is 0 at first")
+                (getattr(self, k) > 0, f"later=[{change.after_steps} steps: {k}] changes what is 0 at first")
                 for change in self.later
                 for k in change.weights
             ),

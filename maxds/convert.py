@@ -31,16 +31,16 @@ import maxds
 from maxds import checkpoint, command, loader, parts, trained
 from maxds.config import Config
 from maxds.data import DataError, load_tokenizer
-from maxds.hf import files, settings
+from maxds.hf import files, quantized, settings
 from maxds.hf.files import FormatError, Tensor
-from maxds.hf.table import IGNORED, Cell, cells, table
+from maxds.hf.table import IGNORED, V4_MTP, Cell, cells, official, table
 from maxds.trained import UseError
 
 WORKERS = 2  # parts converted at a time: what memory must hold
 FILE_BYTES = 4 * 2**30  # of a safetensors file, at most, unless a tensor alone exceeds it
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+WEIGHTS, MATRICES, TABLES = ("F32", "F16", "BF16"), ("F8_E4M3", "I8"), ("I64", "I32")  # dtypes of tensors
 USAGE = "usage: python -m maxds.convert from_hf HF_DIR OUT | to_hf RUN HF_DIR [--step=N]"
-_SCALE = "_scale_inv"
 _MISTAKES = (*trained.MISTAKES, FormatError)
 _NOTES = "job.json", "done.jsonl"
 
@@ -173,7 +173,8 @@ def from_hf(source: str, out: str) -> None:
     config = _parse(text, folder)
     shapes = {name: tuple(shape) for name, shape in checkpoint.shapes(parts.abstract(config.model)).items()}
     rows = table(config.model, list(shapes))
-    found, all_cells = files.tensors(folder), cells(rows, shapes)
+    found, left_out = _tensors(folder, config)
+    all_cells = cells(rows, shapes)
     check(found, all_cells, shapes, folder)
     todo = [cell for cell in all_cells if not cell.row.copy]
     dtypes = _dtypes(found, todo)
@@ -195,7 +196,7 @@ def from_hf(source: str, out: str) -> None:
         def convert(cell: Cell) -> list[np.ndarray]:
             wanted = [shapes[a][len(cell.index) :] for a in cell.row.arrays]
             kinds = [dtypes[a] for a in cell.row.arrays]
-            return cell.row.to_arrays([read(found, name) for name in cell.tensors], wanted, kinds)
+            return cell.row.to_arrays([quantized.read(found, name) for name in cell.tensors], wanted, kinds)
 
         def write(cell: Cell, made: Sequence[np.ndarray]) -> None:
             for array, numbers in zip(cell.row.arrays, made, strict=True):
@@ -210,8 +211,30 @@ def from_hf(source: str, out: str) -> None:
     print(
         f"{out}: {sum(len(c.tensors) for c in todo)} tensors converted, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared"
     )
+    _tell(folder, out, left_out)
+
+
+def _tell(folder: pathlib.Path, out: str, left_out: Sequence[str]) -> None:
+    """Says what a run has not of what it was made of, or needs."""
+    if left_out:
+        print(f"left out: {len(left_out)} tensors of MTP modules, such as {left_out[0]}: maxds has none for V4 yet")
     if not (folder / TOKENIZER[0]).is_file():
-        print(f"{source} has no {TOKENIZER[0]}: name a tokenizer as data.tokenizer in {out}/config.yaml")
+        print(f"{folder} has no {TOKENIZER[0]}: name a tokenizer as data.tokenizer in {out}/config.yaml")
+
+
+def _tensors(folder: pathlib.Path, config: Config) -> tuple[dict[str, Tensor], list[str]]:
+    """The tensors of a folder, by the names of the table; and the names of those that no model of maxds has."""
+    given = files.tensors(folder)
+    if config.model.compress_ratios is None:
+        return given, []
+    found: dict[str, Tensor] = {}
+    names: dict[str, str] = {}
+    for name, tensor in given.items():
+        if (known := official(name)) in found:
+            raise FormatError(f"{folder} has {names[known]} and {name}, which are names of the same; remove one")
+        found[known], names[known] = tensor, name
+    left_out = [name for name in found if name.startswith(V4_MTP)]
+    return {name: tensor for name, tensor in found.items() if not name.startswith(V4_MTP)}, left_out
 
 
 def check(
@@ -223,31 +246,52 @@ def check(
         for cell in all_cells
         for name in cell.tensors
     }
+    dtypes = {name: WEIGHTS + MATRICES if len(shape) == 2 else WEIGHTS for name, shape in wanted.items()}
+    dtypes |= {name: TABLES for cell in all_cells if cell.row.below for name in cell.tensors}
     copies = {name for cell in all_cells if cell.row.copy for name in cell.tensors}
-    scales = {f"{n}{_SCALE}" for n, t in found.items() if t.dtype == "F8_E4M3" and n in wanted}
-    wanted |= {name: tuple(-(-n // settings.BLOCK) for n in wanted[name.removesuffix(_SCALE)]) for name in scales}
+    for name in [n for n, t in found.items() if n in wanted and t.dtype in dtypes[n] and quantized.is_quantized(t)]:
+        scale = f"{name}{quantized.SCALE}"
+        wanted[name], wanted[scale] = quantized.stored(found[name].dtype, wanted[name])
+        dtypes[scale] = quantized.SCALES
     unknown = [name for name in found if name not in wanted and not name.endswith(IGNORED)]
     missing = [name for name in wanted if name not in found and name not in copies]
     both = [(name, found[name]) for name in wanted if name in found]
     misshapen = [f"{n} {list(t.shape)}, not {list(wanted[n])}" for n, t in both if t.shape != wanted[n]]
-    kinds = [f"{n} {t.dtype}" for n, t in both if t.dtype not in files.DTYPES or (n in scales and t.dtype != "F32")]
+    kinds = [f"{n} {t.dtype}, not {', '.join(dtypes[n])}" for n, t in both if t.dtype not in dtypes[n]]
     mistakes = [
         *_listed("unknown", unknown),
         *_listed("missing", missing),
         *_listed("misshapen", misshapen),
-        *_listed(f"of a dtype other than {', '.join(files.DTYPES)} (scales: F32)", kinds),
+        *_listed("of another dtype", kinds),
     ]
     if not mistakes:
-        mistakes = _listed("no copy of the model's own embedding or head", _altered(found, all_cells))
+        mistakes = [
+            *_listed("no copy of the model's own embedding or head", _altered(found, all_cells)),
+            *_listed("no table of experts", _astray(found, all_cells)),
+        ]
     if mistakes:
         raise FormatError("\n".join((f"{folder} does not hold the tensors of its config.json:", *mistakes)))
+
+
+def _astray(found: dict[str, Tensor], all_cells: Sequence[Cell]) -> list[str]:
+    """What tables give tokens that cannot be computed."""
+    mistakes = []
+    for name, below in [(name, cell.row.below) for cell in all_cells if cell.row.below for name in cell.tensors]:
+        rows = np.sort(found[name].read(), axis=1)
+        if rows.min() < 0 or rows.max() >= below:
+            mistakes.append(f"{name} names experts {rows.min()} to {rows.max()}, not 0 to {below - 1}")
+        if (twice := np.any(rows[:, 1:] == rows[:, :-1], axis=1)).any():
+            mistakes.append(f"{name} gives token {np.argmax(twice)} the same expert twice")
+    return mistakes
 
 
 def _altered(found: dict[str, Tensor], all_cells: Sequence[Cell]) -> list[str]:
     original = {cell.row.arrays: cell.tensors[0] for cell in all_cells if not cell.row.copy}
     pairs = [(cell.tensors[0], original[cell.row.arrays]) for cell in all_cells if cell.row.copy]
     return [
-        f"{a} (of {b})" for a, b in pairs if a in found and checksum([read(found, a)]) != checksum([read(found, b)])
+        f"{a} (of {b})"
+        for a, b in pairs
+        if a in found and checksum([quantized.read(found, a)]) != checksum([quantized.read(found, b)])
     ]
 
 
@@ -259,29 +303,14 @@ def _dtypes(found: dict[str, Tensor], todo: Sequence[Cell]) -> dict[str, np.dtyp
     """Of each array: its tensors', or bfloat16 for quantized ones; float32 of the router bias and where they differ."""
     kinds: dict[str, set[np.dtype]] = {}
     for cell in todo:
-        of = {files.DTYPES["BF16" if found[n].dtype == "F8_E4M3" else found[n].dtype] for n in cell.tensors}
+        of = {files.DTYPES["BF16" if quantized.is_quantized(t := found[n]) else t.dtype] for n in cell.tensors}
         for array in cell.row.arrays:
-            kinds.setdefault(array, set()).update(of)
+            kinds.setdefault(array, set()).update({np.dtype(np.int32)} if cell.row.below else of)
     f32 = np.dtype(np.float32)
-    return {a: next(iter(of)) if len(of) == 1 and a.startswith("params.") else f32 for a, of in kinds.items()}
-
-
-def read(found: dict[str, Tensor], name: str) -> np.ndarray:
-    """The numbers of a tensor, bfloat16 if they are quantized by blocks."""
-    numbers = found[name].read()
-    if found[name].dtype != "F8_E4M3":
-        return numbers
-    return dequantized(numbers, found[f"{name}{_SCALE}"].read())
-
-
-def dequantized(numbers: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """float8 [O I] times float32 scales [O/128 I/128] -> bfloat16 [O I], a row of blocks at a time."""
-    block, values = settings.BLOCK, np.arange(256, dtype=np.uint8).view(numbers.dtype).astype(np.float32)
-    out = np.empty(numbers.shape, files.DTYPES["BF16"])
-    for i, row in enumerate(scales):
-        these = slice(i * block, (i + 1) * block)
-        out[these] = values[numbers[these].view(np.uint8)] * np.repeat(row, block)[: numbers.shape[1]]
-    return out
+    state = {
+        array for cell in todo for array in cell.row.arrays if not array.startswith("params.") and not cell.row.below
+    }
+    return {a: f32 if len(of) > 1 or a in state else next(iter(of)) for a, of in kinds.items()}
 
 
 def _config_text(folder: pathlib.Path, target: pathlib.Path, model: dict[str, Any]) -> str:
@@ -350,7 +379,7 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
     wanted = {}
     for cell in todo:
         shape = cell.row.tensor_shape([shapes[a][len(cell.index) :] for a in cell.row.arrays])
-        dtype = np.result_type(*(arrays.dtype(a) for a in cell.row.arrays))
+        dtype = np.result_type(*(arrays.dtype(a) for a in cell.row.arrays), *([np.int64] if cell.row.below else []))
         wanted |= {name: (dtype, shape) for name in cell.tensors}
     tokenizer = pathlib.Path(config.data.tokenizer).expanduser()
     about = settings.write(config.model, arrays.dtype("params.embed").name, _eos(config))

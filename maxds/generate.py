@@ -16,7 +16,7 @@ from maxds import command, params, trained
 from maxds import mesh as mesh_lib
 from maxds.config import Model, Sample
 from maxds.data import Tokenizer, load_tokenizer
-from maxds.model import decode
+from maxds.model import decode, kernels
 from maxds.step import Stepper, TrainState
 from maxds.trained import UseError
 
@@ -42,11 +42,8 @@ def encode(model: Model, tokenizer: Tokenizer, sample: Sample) -> np.ndarray:
     """The prompt's tokens, int32 [tokens].
 
     Raises:
-      UseError: the model does not know a token, has not as many positions as the prompt and what is to follow, or
-        cannot generate.
+      UseError: the model does not know a token, or has not as many positions as the prompt and what is to follow.
     """
-    if model.compress_ratios is not None:
-        raise UseError("models with model.compress_ratios cannot generate text yet: train, evaluate and score them")
     prompt = tokenizer.encode(sample.prompt)
     length, limit = len(prompt) + sample.tokens, model.max_position_embeddings
     if length > limit:
@@ -72,7 +69,10 @@ def continue_prompts(
     """
     rows = -len(prompts) % stepper.mesh.size + len(prompts)
     lengths = np.array([len(p) for p in prompts] + [0] * (rows - len(prompts)), np.int32)
-    tokens = np.zeros((rows, max(lengths)), np.int32)
+    width = int(max(lengths))
+    if width > kernels.QUERY_BLOCK:  # whole blocks of queries: others would all be one
+        width += -width % kernels.QUERY_BLOCK
+    tokens = np.zeros((rows, width), np.int32)
     for row, prompt in zip(tokens, prompts, strict=False):
         row[: len(prompt)] = prompt
     run, seed = program(stepper, sample, eos), np.uint32(sample.seed % 2**32)

@@ -20,6 +20,8 @@ def draw(model: Model, seed: int) -> Model:
     def of(*choices):
         return rng.choice(choices).item()
 
+    if model.compress_ratios is not None:
+        return dataclasses.replace(model, **_v4(of))
     groups = {"greedy": 1, "group_limited_greedy": of(2, 4), "noaux_tc": model.n_group and of(1, 2, 4)}[
         model.topk_method
     ]
@@ -45,6 +47,29 @@ def draw(model: Model, seed: int) -> Model:
     )
 
 
+def _v4(of):
+    groups, rope = of(1, 2, 3), of(4, 8)
+    return {
+        "vocab_size": of(257, 300),
+        "hidden_size": of(24, 28),
+        "intermediate_size": 0,
+        "moe_intermediate_size": of(10, 12),
+        "compress_rope_theta": of(300.0, 500.0),
+        "num_attention_heads": groups * of(2, 3),
+        "q_lora_rank": of(14, 18),
+        "qk_rope_head_dim": rope,
+        "sliding_window": of(3, 5),
+        "o_groups": groups,
+        "o_lora_rank": of(9, 11),
+        "n_routed_experts": of(8, 16),
+        "num_experts_per_tok": of(2, 3),
+        "scoring_func": of("sigmoid", "sqrtsoftplus"),
+        "num_hash_layers": of(0, 1, 2),
+        "hc_mult": of(2, 3),
+        "index_head_dim": of(10, 12),
+    }
+
+
 def run(
     folder: pathlib.Path, model: Model, mesh=(1, 1, 1), dtype="float32", seed: int = 1
 ) -> tuple[Config, step.TrainState]:
@@ -59,7 +84,10 @@ def run(
 
     fresh = stepper.abstract_state
     state = jax.tree.map(lambda a: jax.device_put(np.zeros(a.shape, a.dtype), a.sharding), fresh)
-    bias = {k: 0.2 * rng.standard_normal(b.shape, np.float32) for k, b in deepseek.router_bias(model).items()}
+    bias = {
+        k: 0.2 * rng.standard_normal(b.shape, np.float32) if b.dtype == np.float32 else rng.permutation(b, axis=1)
+        for k, b in deepseek.router_bias(model).items()
+    }
     state = state.replace(
         step=jax.device_put(np.int32(3), fresh.step.sharding),
         params=jax.tree.map(drawn, fresh.params, stepper.network.declared),

@@ -227,7 +227,7 @@ def test_the_quickstart_needs_no_download_and_no_accelerator():
         (["optimizer.train=[]"], "override optimizer.train=[]: optimizer: train=[] leaves nothing to train; name "
                                  "some, such as ['*indexer*']"),
         (["loss.later=[{after_steps: 9, indexer: 0.1}]"],
-         "override loss.later=[{after_steps: 9, indexer: 0.1}]: loss: later sets indexer after 9 steps, but it is 0 at "
+         "override loss.later=[{after_steps: 9, indexer: 0.1}]: loss: later=[9 steps: indexer] changes what is 0 at "
          "first"),
         (["loss.later=[{after_steps: 9}]"],
          "override loss.later=[{after_steps: 9}]: loss.later[0]: after_steps=9 without any of z_loss, mtp, balance, "

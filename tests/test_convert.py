@@ -20,15 +20,24 @@ import tiny
 
 from maxds import checkpoint, convert, generate, loader, parts, score, train, trained
 from maxds.config import Config, Sample
-from maxds.hf import files, settings
+from maxds.hf import files, quantized, settings
 from maxds.hf.table import cells, table
 from maxds.nodes import CONFIGS
 
+V4 = dataclasses.replace(tiny.V4, intermediate_size=0)
 TINY = {
     "V3, two modules": dataclasses.replace(tiny.V3, vocab_size=257, num_nextn_predict_layers=2),
     "V2": dataclasses.replace(tiny.V2, n_shared_experts=2),
     "V2-Lite, tied": tiny.V2_LITE,
     "V3.2": tiny.V32,
+    # Hash layers of two kinds; two turns of two layers, and a last one that is not whole.
+    "V4": dataclasses.replace(
+        V4,
+        num_hidden_layers=8,
+        compress_ratios=(0, 4, 0, 4, 6, 4, 6, 4),
+        num_hash_layers=3,
+        tie_word_embeddings=True,
+    ),
 }
 
 
@@ -55,7 +64,7 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "deepseek3.2-671b", "kimi-k2-1t"]
+    "name", ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "deepseek3.2-671b", "deepseek4-284b", "kimi-k2-1t"]
 )
 def test_tensors_hold_every_number_of_a_state_once(name):
     model = loader.load(Config, CONFIGS / f"{name}.yaml")[0].model
@@ -72,15 +81,8 @@ def test_tensors_hold_every_number_of_a_state_once(name):
     assert len(set(names)) == len(names)
 
 
-def test_names_and_shapes_are_those_of_the_released_files():
-    model = loader.load(Config, CONFIGS / "deepseek3-671b.yaml")[0].model
-    shapes = {array: tuple(s) for array, s in checkpoint.shapes(parts.abstract(model)).items()}
-    found = {
-        name: c.row.tensor_shape([shapes[a][len(c.index) :] for a in c.row.arrays])
-        for c in cells(table(model, list(shapes)), shapes)
-        for name in c.tensors
-    }
-    released = {
+RELEASED = {
+    "deepseek3-671b": {
         "model.embed_tokens.weight": (129280, 7168),
         "lm_head.weight": (129280, 7168),
         "model.layers.0.self_attn.q_a_proj.weight": (1536, 7168),
@@ -96,8 +98,64 @@ def test_names_and_shapes_are_those_of_the_released_files():
         "model.layers.61.eh_proj.weight": (7168, 14336),
         "model.layers.61.shared_head.norm.weight": (7168,),
         "model.layers.61.shared_head.head.weight": (129280, 7168),
+    },
+    "deepseek4-284b": {
+        "embed.weight": (129280, 4096),
+        "norm.weight": (4096,),
+        "head.weight": (129280, 4096),
+        "hc_head_base": (4,),
+        "hc_head_fn": (4, 16384),
+        "hc_head_scale": (1,),
+        "layers.0.ffn.gate.tid2eid": (129280, 6),
+        "layers.2.ffn.gate.tid2eid": (129280, 6),
+        "layers.3.ffn.gate.bias": (256,),
+        "layers.42.ffn.gate.bias": (256,),
+        "layers.0.attn_norm.weight": (4096,),
+        "layers.0.ffn_norm.weight": (4096,),
+        "layers.0.attn.attn_sink": (64,),
+        "layers.0.attn.kv_norm.weight": (512,),
+        "layers.0.attn.q_norm.weight": (1024,),
+        "layers.0.attn.wkv.weight": (512, 4096),
+        "layers.0.attn.wo_a.weight": (8192, 4096),
+        "layers.0.attn.wo_b.weight": (4096, 8192),
+        "layers.0.attn.wq_a.weight": (1024, 4096),
+        "layers.0.attn.wq_b.weight": (32768, 1024),
+        "layers.42.hc_attn_base": (24,),
+        "layers.42.hc_attn_fn": (24, 16384),
+        "layers.42.hc_ffn_scale": (3,),
+        "layers.42.ffn.gate.weight": (256, 4096),
+        "layers.42.ffn.experts.255.w1.weight": (2048, 4096),
+        "layers.42.ffn.experts.255.w2.weight": (4096, 2048),
+        "layers.42.ffn.experts.255.w3.weight": (2048, 4096),
+        "layers.42.ffn.shared_experts.w2.weight": (4096, 2048),
+        "layers.2.attn.compressor.ape": (4, 1024),
+        "layers.42.attn.compressor.wgate.weight": (1024, 4096),
+        "layers.42.attn.compressor.norm.weight": (512,),
+        "layers.42.attn.indexer.compressor.ape": (4, 256),
+        "layers.42.attn.indexer.compressor.norm.weight": (128,),
+        "layers.42.attn.indexer.compressor.wkv.weight": (256, 4096),
+        "layers.42.attn.indexer.weights_proj.weight": (64, 4096),
+        "layers.42.attn.indexer.wq_b.weight": (8192, 1024),
+        "layers.3.attn.compressor.ape": (128, 512),
+        "layers.41.attn.compressor.wkv.weight": (512, 4096),
+    },
+}
+
+
+@pytest.mark.parametrize(("name", "released"), RELEASED.items(), ids=RELEASED)
+def test_names_and_shapes_are_those_of_the_released_files(name, released):
+    model = loader.load(Config, CONFIGS / f"{name}.yaml")[0].model
+    shapes = {array: tuple(s) for array, s in checkpoint.shapes(parts.abstract(model)).items()}
+    found = {
+        name: c.row.tensor_shape([shapes[a][len(c.index) :] for a in c.row.arrays])
+        for c in cells(table(model, list(shapes)), shapes)
+        for name in c.tensors
     }
     assert {name: found[name] for name in released} == released
+    if name == "deepseek4-284b":  # of 69,187 tensors, 1,575 are of the MTP module
+        ends = [[end] for end in "wkv wo_a wo_b wq_a wq_b w1 w2 w3".split()]
+        scaled = [n for n in found if n.split(".")[-2:-1] in ends and "compressor" not in n]
+        assert len(found) + len(scaled) == 69_187 - 1_575
 
 
 def test_tensors_are_what_the_reference_multiplies_by(v3):
@@ -148,6 +206,119 @@ def test_tensors_are_what_the_reference_multiplies_by(v3):
     index = json.loads((folder / "hf" / files.INDEX).read_text())
     assert index["weight_map"] == dict.fromkeys(found, file.name)
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
+
+
+# V4-Flash's config.json, but for what says nothing of the model.
+V4_FLASH = """
+{"attention_bias": false, "attention_dropout": 0.0, "hc_eps": 1e-06, "hc_mult": 4, "hc_sinkhorn_iters": 20,
+"head_dim": 512, "hidden_act": "silu", "hidden_size": 4096, "index_head_dim": 128, "index_n_heads": 64, "index_topk":
+512, "initializer_range": 0.02, "max_position_embeddings": 1048576, "model_type": "deepseek_v4",
+"moe_intermediate_size": 2048, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": true,
+"num_attention_heads": 64, "expert_dtype": "fp4", "num_experts_per_tok": 6, "num_hidden_layers": 43,
+"num_hash_layers": 3, "num_key_value_heads": 1, "o_groups": 8, "num_nextn_predict_layers": 1, "o_lora_rank": 1024,
+"q_lora_rank": 1024, "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "quantization_config": {"activation_scheme":
+"dynamic", "fmt": "e4m3", "quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
+"rope_scaling": {"beta_fast": 32, "beta_slow": 1, "factor": 16, "original_max_position_embeddings": 65536, "type":
+"yarn"}, "rope_theta": 10000, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "sliding_window": 128,
+"swiglu_limit": 10.0, "tie_word_embeddings": false, "topk_method": "noaux_tc", "vocab_size": 129280,
+"compress_rope_theta": 160000, "compress_ratios": [0, 0, LAYERS 0]}
+"""
+
+
+def test_config_json_of_v4_flash_is_the_shipped_model(tmp_path):
+    (tmp_path / "config.json").write_text(V4_FLASH.replace("LAYERS", "4, 128, " * 20 + "4,"))
+    given = settings.read(tmp_path)
+    model = loader.load(Config, CONFIGS / "deepseek4-284b.yaml")[0].model
+    shipped = json.loads(json.dumps(loader.plain(model)))
+    assert json.loads(json.dumps(given)) == {key: shipped[key] for key in given}
+    left = {key for key in shipped.keys() - given.keys()}
+    assert left == {"kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "intermediate_size", "first_k_dense_replace"}
+
+
+@pytest.fixture(scope="module")
+def v4(tmp_path_factory):
+    """A run of V4, and what is written of it: folders `run` and `hf`."""
+    folder = tmp_path_factory.mktemp("v4")
+    _, state = converted.run(folder / "run", V4)
+    convert.to_hf(str(folder / "run"), str(folder / "hf"))
+    return folder, jax.device_get(state)
+
+
+def test_v4_s_layers_are_found_by_turn_and_member(v4):
+    """What of each stack and kind lies where; numbers are compared with transformers by tests/test_parity.py."""
+    folder, state = v4
+    w, bias, found = state.params, state.router_bias, files.tensors(folder / "hf")
+    expected = {
+        "layers.0.attn.wkv.weight": w.hash_layers["attention"].kv[0].T,
+        "layers.0.ffn.gate.tid2eid": bias["hash_layers"][0],
+        "layers.1.attn.compressor.ape": w.moe_layers["0"]["attention"].compressor.bias[0],  # ratio 4
+        "layers.2.attn.compressor.ape": w.moe_layers["1"]["attention"].compressor.bias[0],  # ratio 3
+        "layers.3.attn.indexer.weights_proj.weight": w.moe_layers["0"]["attention"].indexer.heads[1].T,
+        "layers.4.ffn.experts.7.w2.weight": w.moe_layers["1"]["experts"].down[1, 7].T,
+        "layers.4.ffn.experts.7.w3.weight": w.moe_layers["1"]["experts"].up[1, 7, :, 1].T,
+        "layers.4.ffn.gate.bias": bias["moe_layers"][3],
+        "layers.5.hc_ffn_scale": w.last_layers["dispatch"].hyper.scale[0],
+        "layers.5.ffn.gate.bias": bias["last_layers"][0],
+        "hc_head_base": w.hyper.base,
+    }
+    assert equal(expected, {name: found[name].read() for name in expected})
+    assert found["layers.0.ffn.gate.tid2eid"].dtype == "I64"
+
+
+def rewritten(source, target, change):
+    """A folder of the tensors of another, as `change` has them, and its config.json."""
+    target.mkdir()
+    held = change({name: tensor.read() for name, tensor in files.tensors(source).items()})
+    files.lay_out(target, {name: (a.dtype, a.shape) for name, a in held.items()}, 10**9)
+    for name, tensor in files.tensors(target).items():
+        tensor.write(np.ascontiguousarray(held[name]))
+    shutil.copy(source / "config.json", target)
+    return target
+
+
+def test_names_that_transformers_saves_v4_under_are_read_too(v4, tmp_path):
+    def renamed(name):
+        name = name.replace("attn.kv_norm", "attn.norm").replace("hc_head_", "hc_head.hc_")
+        name = "embed_tokens.weight" if name == "embed.weight" else name
+        return name if name == "head.weight" else f"model.{name}"
+
+    hf = rewritten(v4[0] / "hf", tmp_path / "hf", lambda held: {renamed(name): a for name, a in held.items()})
+    convert.from_hf(str(hf), str(tmp_path / "back"))
+    assert equal(state_of(tmp_path / "back"), (v4[1].params, v4[1].router_bias))
+    twice = rewritten(v4[0] / "hf", tmp_path / "twice", lambda held: held | {"model.norm.weight": held["norm.weight"]})
+    with pytest.raises(
+        files.FormatError, match=r"has norm\.weight and model\.norm\.weight, which are names of the same"
+    ):
+        convert.from_hf(str(twice), str(tmp_path / "out"))
+
+
+def test_v4_s_mtp_modules_are_left_out_with_a_word(v4, tmp_path, capsys):
+    hf = rewritten(v4[0] / "hf", tmp_path / "hf", lambda held: held | {"mtp.0.enorm.weight": held["norm.weight"]})
+    given = json.loads((hf / "config.json").read_text())
+    given |= {"num_nextn_predict_layers": 1, "compress_ratios": [*given["compress_ratios"], 0]}
+    (hf / "config.json").write_text(json.dumps(given))
+    convert.from_hf(str(hf), str(tmp_path / "back"))
+    assert "left out: 1 tensors of MTP modules, such as mtp.0.enorm.weight: maxds has none" in capsys.readouterr().out
+    assert trained.read_config(str(tmp_path / "back")).model == V4
+
+
+@pytest.mark.parametrize(
+    ("place", "expert", "message"),
+    [
+        ((2, 1), 8, r"tid2eid names experts 0 to 8, not 0 to 7"),
+        ((2, 1), None, r"tid2eid gives token 2 the same expert"),
+    ],
+)
+def test_tables_that_name_no_expert_or_one_twice_are_refused(v4, tmp_path, place, expert, message):
+    def change(held):
+        table = held["layers.0.ffn.gate.tid2eid"].copy()
+        table[place] = table[place[0], 0] if expert is None else expert
+        return held | {"layers.0.ffn.gate.tid2eid": table}
+
+    hf = rewritten(v4[0] / "hf", tmp_path / "hf", change)
+    with pytest.raises(files.FormatError, match=message):
+        convert.from_hf(str(hf), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 # ------------------------------------------------------------------------------------- there and back
@@ -250,22 +421,65 @@ def test_blocks_are_dequantized_as_numpy_does_it_number_by_number():
     expected = np.empty(numbers.shape, ml_dtypes.bfloat16)
     for i, j in np.ndindex(expected.shape):
         expected[i, j] = np.float32(numbers[i, j]) * scales[i // 128, j // 128]
-    np.testing.assert_array_equal(convert.dequantized(numbers, scales), expected)
+    np.testing.assert_array_equal(quantized.dequantized(numbers, scales), expected)
+
+
+def test_float4_is_dequantized_as_numpy_does_it_number_by_number():
+    rng = np.random.default_rng(0)
+    packed = rng.integers(-128, 128, (200, 40)).astype(np.int8)
+    scales = rng.integers(120, 134, (200, 3)).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+    values = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    expected = np.empty((200, 80), ml_dtypes.bfloat16)
+    for i, j in np.ndindex(expected.shape):
+        code = int(packed[i, j // 2]) >> 4 * (j % 2) & 15
+        expected[i, j] = (
+            (-1 if code & 8 else 1) * values[code & 7] * 2.0 ** (int(scales[i, j // 32].view(np.uint8)) - 127)
+        )
+    np.testing.assert_array_equal(quantized.dequantized(packed, scales), expected)
+
+
+def test_quantized_v4_is_converted_to_its_dequantized_weights(v4, tmp_path):
+    """As it is released: experts in float4, other matrices in float8, scales that are powers of two."""
+    rng, plain = np.random.default_rng(0), {}
+
+    def scale(held):
+        found = {}
+        for name, a in held.items():
+            of_experts, of_attention = ".experts." in name, re.search(r"attn\.w\w+\.weight", name)
+            if not of_experts and not of_attention:
+                found[name] = plain[name] = a
+                continue
+            shape = (a.shape[0], -(-a.shape[1] // 32)) if of_experts else tuple(-(-n // 128) for n in a.shape)
+            scales = rng.integers(120, 130, shape).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+            found[name.replace(".weight", ".scale")] = scales
+            found[name] = a.astype(ml_dtypes.float8_e4m3fn)
+            if of_experts:
+                found[name] = rng.integers(-128, 128, (a.shape[0], a.shape[1] // 2)).astype(np.int8)
+            plain[name] = quantized.dequantized(found[name], scales)
+        return found
+
+    scaled = rewritten(v4[0] / "hf", tmp_path / "scaled", scale)
+    exact = rewritten(v4[0] / "hf", tmp_path / "exact", lambda _: plain)
+    for hf in (scaled, exact):
+        convert.from_hf(str(hf), str(tmp_path / f"run-{hf.name}"))
+    assert equal(state_of(tmp_path / "run-scaled"), state_of(tmp_path / "run-exact"))
+    moved = files.tensors(scaled)["layers.5.ffn.experts.0.w2.weight"]
+    assert (moved.dtype, moved.shape) == ("I8", (24, 16))
 
 
 def test_a_quantized_checkpoint_is_converted_to_its_dequantized_weights(v3, tmp_path):
     folder, _ = v3
     given = files.tensors(folder / "hf")
-    rng, quantized, plain = np.random.default_rng(0), {}, {}
+    rng, scaled, plain = np.random.default_rng(0), {}, {}
     for name, tensor in given.items():
         numbers = tensor.read()
         if "proj" in name and "eh_proj" not in name:
             scale = rng.uniform(0.5, 2, tuple(-(-n // 128) for n in numbers.shape)).astype(np.float32)
-            quantized |= {name: numbers.astype(ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": scale}
-            plain[name] = convert.dequantized(quantized[name], scale)
+            scaled |= {name: numbers.astype(ml_dtypes.float8_e4m3fn), f"{name}_scale_inv": scale}
+            plain[name] = quantized.dequantized(scaled[name], scale)
         else:
-            plain[name] = quantized[name] = numbers
-    for which, held in {"quantized": quantized, "plain": plain}.items():
+            plain[name] = scaled[name] = numbers
+    for which, held in {"quantized": scaled, "plain": plain}.items():
         (tmp_path / which).mkdir()
         files.lay_out(tmp_path / which, {name: (a.dtype, a.shape) for name, a in held.items()}, 10**9)
         for name, tensor in files.tensors(tmp_path / which).items():
@@ -317,7 +531,7 @@ def test_unknown_missing_and_misshapen_tensors_are_all_listed_and_nothing_is_wri
         "  misshapen: model.norm.weight [23], not [24]",
         "  missing: lm_head.weight",
         "  missing: model.layers.3.mlp.experts.7.up_proj.weight",
-        "  of a dtype other than F32, F16, BF16, F8_E4M3 (scales: F32): model.layers.0.input_layernorm.weight F64",
+        "  of another dtype: model.layers.0.input_layernorm.weight F64, not F32, F16, BF16",
         "  unknown: model.layers.1.self_attn.indexer.wk.weight",
         "  unknown: model.layers.9.input_layernorm.weight",
     ]
@@ -358,7 +572,7 @@ def test_an_mtp_module_with_an_embedding_of_its_own_is_refused(v3, tmp_path):
         ),
         (
             {"model_type": "llama"},
-            ["model_type is llama; maxds converts deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2"],
+            ["model_type is llama; maxds converts deepseek_v2, deepseek_v3, deepseek_v32, kimi_k2, deepseek_v4"],
         ),
     ],
 )
@@ -372,6 +586,67 @@ def test_bad_keys_of_config_json_are_all_listed_and_nothing_is_written(v3, tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
+@pytest.mark.parametrize(
+    ("change", "messages"),
+    [
+        ({"kv_lora_rank": 12}, ["unknown key kv_lora_rank; remove it if it changes nothing that is computed"]),
+        (
+            {"hc_mult": None, "norm_topk_prob": False, "num_key_value_heads": 6, "n_shared_experts": 2},
+            [
+                "norm_topk_prob is False; a deepseek_v4 model has True",
+                "n_shared_experts is 2; a deepseek_v4 model has 1",
+                "num_key_value_heads is 6; it must be 1",
+                "missing key hc_mult",
+            ],
+        ),
+        (
+            {"compress_ratios": [0, 4, 5, 4, 5, 4], "num_hash_layers": 2, "partial_rotary_factor": 0.9},
+            [
+                "compress_ratios is [0, 4, 5, 4, 5, 4], but layer_types says [0, 4, 3, 4, 3, 4]; remove the one that "
+                "is wrong",
+                "num_hash_layers is 2, but mlp_layer_types says 1; remove the one that is wrong",
+                "qk_rope_head_dim is 8, but partial_rotary_factor says 12; remove the one that is wrong",
+            ],
+        ),
+        (
+            {"compress_rates": {"compressed_sparse_attention": 8}, "compress_ratios": 4, "layer_types": None},
+            ["compress_ratios is 4; it must be a list", "missing key compress_ratios"],
+        ),
+        (
+            {"rope_parameters": {"main": {"rope_theta": 7}, "compress": {"rope_type": "yarn", "attention_factor": 2}}},
+            [
+                "rope_theta is 100.0, but rope_parameters says 7; remove the one that is wrong",
+                "rope_parameters.compress is {'rope_type': 'yarn', 'attention_factor': 2}; maxds knows attention_"
+                "factor 1",
+                "missing key rope_scaling.factor",
+                "missing key rope_scaling.original_max_position_embeddings",
+            ],
+        ),
+    ],
+)
+def test_bad_keys_of_v4_s_config_json_are_all_listed(v4, tmp_path, change, messages):
+    given = json.loads((v4[0] / "hf" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(given | change))
+    with pytest.raises(files.FormatError) as error:
+        settings.read(tmp_path)
+    assert sorted(str(error.value).splitlines()) == sorted(f"{tmp_path}/config.json: {message}" for message in messages)
+
+
+def test_v4_s_config_json_says_the_same_in_the_keys_of_either(v4, tmp_path):
+    given = json.loads((v4[0] / "hf" / "config.json").read_text())
+    expected = settings.read(v4[0] / "hf")
+    yarn = {("rope_type" if k == "type" else k): v for k, v in given["rope_scaling"].items() if "mscale" not in k}
+    share = given["partial_rotary_factor"]
+    main = {"rope_type": "default", "rope_theta": given["rope_theta"], "partial_rotary_factor": share}
+    far = yarn | {"rope_theta": given["compress_rope_theta"], "partial_rotary_factor": share, "attention_factor": 1.0}
+    own = "compress_ratios num_hash_layers qk_rope_head_dim rope_scaling rope_theta compress_rope_theta".split()
+    official = "layer_types mlp_layer_types compress_rates partial_rotary_factor".split()
+    for left_out, more in ((own, {"rope_parameters": {"main": main, "compress": far}}), (official, {})):
+        said = {key: value for key, value in given.items() if key not in left_out} | more
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        assert settings.read(tmp_path) == expected
+
+
 def test_config_json_of_newer_files_says_the_same(v3, tmp_path):
     given = json.loads((v3[0] / "hf" / "config.json").read_text())
     expected = settings.read(v3[0] / "hf")
@@ -382,6 +657,21 @@ def test_config_json_of_newer_files_says_the_same(v3, tmp_path):
     assert settings.read(tmp_path) == expected
 
 
+def test_what_transformers_says_of_v3_2_s_layers_must_be_what_its_other_keys_say(tmp_path):
+    given = json.loads(settings.write(dataclasses.replace(tiny.V32, num_nextn_predict_layers=0), "float32", None))
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(given))
+    expected = settings.read(tmp_path)
+    types = {"mlp_layer_types": ["dense", "sparse", "sparse"], "layer_types": ["indexed_attention"] * 3}
+    path.write_text(json.dumps(given | types))
+    assert settings.read(tmp_path) == expected
+    path.write_text(json.dumps(given | {key: kinds[::-1][:2] for key, kinds in types.items()}))
+    with pytest.raises(
+        files.FormatError, match=r"mlp_layer_types is .*'sparse'\]; with first_k_dense_replace=1 maxds knows"
+    ):
+        settings.read(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -390,11 +680,23 @@ def test_config_json_of_newer_files_says_the_same(v3, tmp_path):
             "no model of transformers has model.scoring_func=softmax, model.topk_method=noaux",
         ),
         ({"n_shared_experts": 0, "rms_norm_eps": 1e-5}, "model.rms_norm_eps=1e-05: .*\nmodel.n_shared_experts=0: "),
+        ({"swiglu_limit": 9.0}, "model.swiglu_limit=9.0: transformers has it in V4 only, with model.compress_ratios"),
     ],
 )
 def test_a_model_that_transformers_has_not_is_refused(changes, message):
     with pytest.raises(files.FormatError, match=message):
         settings.write(dataclasses.replace(tiny.V3, **changes), "float32", None)
+
+
+def test_a_v4_that_transformers_has_not_is_refused():
+    changes = {"swiglu_limit": None, "topk_method": "greedy", "compress_ratios": (0, 4, 3, 4, 5, 4)}
+    with pytest.raises(files.FormatError) as error:
+        settings.write(dataclasses.replace(V4, **changes), "float32", None)
+    assert str(error.value).splitlines() == [
+        "model.topk_method=greedy: transformers' V4 has noaux_tc",
+        "model.swiglu_limit=null: transformers' V4 has a number",
+        "model.compress_ratios has [3, 5]: transformers has one ratio beside 0 and 4",
+    ]
 
 
 def test_mistaken_commands_end_with_one_line_and_exit_code_2(v3, tmp_path):

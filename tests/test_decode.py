@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 from maxds import config as config_lib
 from maxds import generate, params, score, step
 from maxds import mesh as mesh_lib
-from maxds.model import decode, deepseek
+from maxds.model import decode, deepseek, kernels
 
 SHORT = {"num_nextn_predict_layers": 0, "rope_scaling": None, "max_position_embeddings": 32}
 V3 = dataclasses.replace(tiny.V3, num_hidden_layers=3, **SHORT)
@@ -23,6 +23,9 @@ MODELS = {
     "v3_2": dataclasses.replace(V3, index_topk=2, index_n_heads=4, index_head_dim=10),
     "v2_lite_without_dense_layers": V2_LITE,
     "hyper_connections_and_a_hash_layer": dataclasses.replace(tiny.HYPER, **SHORT),
+    "v4": dataclasses.replace(
+        tiny.V4, num_hidden_layers=5, compress_ratios=(0, 4, 3, 4, 3), hc_mult=2, max_position_embeddings=32
+    ),
     "yarn_and_tied_embeddings": dataclasses.replace(V2_LITE, rope_scaling=YARN, tie_word_embeddings=True),
 }
 LENGTHS = np.array([5, 3, 1, 4], np.int32)  # of the prompts: rows need not agree
@@ -54,25 +57,21 @@ def model_of(name, sizes=(1, 1, 1), matmul="compute"):
 
 
 @functools.cache
-def decoder(name, sizes=(1, 1, 1), matmul="compute"):
-    """(tokens [B S], lengths [B]) -> logits after each prompt and after each of the STEPS tokens that follow."""
+def decoder(name, sizes=(1, 1, 1), matmul="compute", steps=STEPS):
+    """(tokens [B S], lengths [B]) -> logits after each prompt and after each of the tokens that follow; the cache."""
     made, state = model_of(name, sizes, matmul)
 
     def per_device(weights, bias, tokens, lengths):
         bound = decode.make(made.network, weights, bias)
         rows = jnp.arange(len(tokens))
-        logits, cache = bound.prefill(tokens[:, : max(LENGTHS)], lengths, tokens.shape[1])
+        logits, cache = bound.prefill(tokens[:, : tokens.shape[1] - steps], lengths, tokens.shape[1])
 
         def one(cache, i):
             more, cache = bound.step(cache, tokens[rows, lengths + i], lengths + i, lengths > 0)
             return cache, more
 
-        cache, more = lax.scan(one, cache, jnp.arange(STEPS))
-        return jnp.concatenate([logits[:, None], jnp.moveaxis(more, 0, 1)], axis=1), (
-            cache.latent,
-            cache.rope,
-            cache.index,
-        )
+        cache, more = lax.scan(one, cache, jnp.arange(steps))
+        return jnp.concatenate([logits[:, None], jnp.moveaxis(more, 0, 1)], axis=1), cache
 
     batch = mesh_lib.BATCH
     specs = params.specs(made.network.declared), P(), batch, batch
@@ -94,13 +93,36 @@ def full_logits(name, tokens, matmul="compute"):
     return np.asarray(forward(name, matmul)(batch))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "v4"])
 def test_prompt_and_steps_give_the_logits_of_the_full_forward_pass(name):
     found, _ = decoder(name)(TOKENS, LENGTHS)
     at = LENGTHS[:, None] - 1 + np.arange(STEPS + 1)
     wanted = np.take_along_axis(full_logits(name, TOKENS), at[..., None], axis=1)
     assert np.std(wanted) > 1
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+
+
+LONG = np.random.RandomState(1).randint(0, 61, (8, 30)).astype(np.int32)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_v4_gives_them_across_the_ends_of_blocks_and_windows_whatever_the_prompts(seed):
+    """Its window is of 4 tokens, its blocks of 3 and 4: 14 steps end several. On four devices; the wanted, on one."""
+    lengths = np.random.default_rng(seed).integers(1, 17, 8).astype(np.int32)
+    found, _ = decoder("v4", (1, 2, 2), steps=14)(LONG, lengths)
+    wanted = np.take_along_axis(full_logits("v4", LONG), (lengths[:, None] - 1 + np.arange(15))[..., None], axis=1)
+    np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=0)
+
+
+def test_v4_s_cache_grows_by_an_entry_a_block():
+    """Of a token more, nothing else is kept."""
+    kept = [jax.eval_shape(decoder("v4", steps=1), np.zeros((4, size), np.int32), LENGTHS)[1] for size in (17, 17 + 12)]
+    short, long = ([a.shape for a in jax.tree.leaves(cache)] for cache in kept)
+    grown = [(a[2], b[2], a[3]) for a, b in zip(short, long, strict=True) if a != b]
+    c = MODELS["v4"]
+    assert sorted(grown) == [(4, 7, c.index_head_dim), (4, 7, c.head_dim), (5, 9, c.head_dim)]  # of 4, of 4, of 3
+    near = [shape for shape in long if shape[2:] == (c.sliding_window, c.head_dim)]
+    assert sum(shape[0] for shape in near) == c.num_hidden_layers
 
 
 def test_prompts_run_in_float8_if_the_model_was_trained_so():
@@ -118,10 +140,15 @@ def test_logits_do_not_depend_on_the_mesh():
 
 
 def test_the_cache_holds_a_latent_and_one_rotated_key_of_each_token():
-    _, cache = jax.eval_shape(decoder("v3"), TOKENS, LENGTHS)
-    assert [a.shape for a in cache if a] == [(3, 4, 9, V3.kv_lora_rank), (3, 4, 9, V3.qk_rope_head_dim)]
-    _, (*others, index) = jax.eval_shape(decoder("v3_2"), TOKENS, LENGTHS)
-    assert (others, index.shape) == (list(cache[:2]), (3, 4, 9, 10))
+    def shapes(name):
+        _, cache = jax.eval_shape(decoder(name), TOKENS, LENGTHS)
+        return {stack: [a.shape for a in jax.tree.leaves(of_stack)] for stack, of_stack in cache.items()}
+
+    def of(layers, *more):
+        return [(layers, 4, 9, size) for size in (V3.kv_lora_rank, V3.qk_rope_head_dim, *more)]
+
+    assert shapes("v3") == {"dense_layers": of(1), "moe_layers": of(2)}
+    assert shapes("v3_2") == {"dense_layers": of(1, 10), "moe_layers": of(2, 10)}
 
 
 # ------------------------------------------------------------------------------------- sampling
@@ -133,7 +160,9 @@ PROMPTS = [row[:n] for row, n in zip(TOKENS[:3], LENGTHS, strict=False)]
 
 @functools.cache
 def greedy():
-    return generate.continue_prompts(*model_of(SAMPLED), PROMPTS, GREEDY, eos=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "QUERY_BLOCK", 4)  # prompts are padded to whole blocks, and those of other tests are not
+        return generate.continue_prompts(*model_of(SAMPLED), PROMPTS, GREEDY, eos=None)
 
 
 def test_greedy_tokens_are_the_most_probable_of_the_full_forward_pass():

@@ -1,48 +1,62 @@
-"""What `to_hf` writes, transformers loads, and computes as maxds does."""
+"""What `to_hf` writes, transformers loads, and computes as maxds does; and the other way."""
 
 import dataclasses
+import pathlib
+import subprocess
 
 import converted
+import jax
 import numpy as np
 import pytest
+import test_reference as reference
 import tiny
 
 from maxds import convert, score, trained
 
-pytestmark = pytest.mark.parity
+pytestmark = reference.pytestmark
+WORKER = pathlib.Path(__file__).with_name("hf_worker.py")
 SHAPES = {
     "v2-lite": dataclasses.replace(tiny.V2_LITE, num_nextn_predict_layers=0, tie_word_embeddings=False),
     "v2": tiny.V2,
     "v3": tiny.V3,
     # With so many heads no two keys score nothing at all: of equal ones torch takes any.
     "v3.2": dataclasses.replace(tiny.V32, num_nextn_predict_layers=0, index_n_heads=17),
+    "v4": dataclasses.replace(tiny.V4, index_n_heads=17, rms_norm_eps=1e-5),
+    "v4, other": dataclasses.replace(
+        tiny.V4,
+        num_hidden_layers=5,
+        compress_ratios=(0, 4, 0, 4, 0),
+        rope_scaling=None,
+        index_n_heads=17,
+        head_dim=49,  # of which 8/49 are 7, as transformers reckons
+    ),
     "kimi-k2": dataclasses.replace(tiny.V3, n_group=1, topk_group=1, num_nextn_predict_layers=0),
 }
 
 
-def write(model, tmp_path, seed):
-    """A run and what is written of it, opened by either side; and tokens."""
-    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
-    run, hf = str(tmp_path / "run"), str(tmp_path / "hf")
-    converted.run(tmp_path / "run", model)
-    convert.to_hf(run, hf)
-    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(hf, **options).eval()
-    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (8, 40))
-    return trained.load(trained.read_config(run), run), loaded, tokens
+def logits(run, tokens):
+    return np.concatenate(list(score.logits(*trained.load(trained.read_config(str(run)), str(run)), tokens)))
 
 
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("shape", SHAPES)
-def test_transformers_loads_and_scores_what_is_written(shape, seed, tmp_path):
-    torch = pytest.importorskip("torch")
-    run, loaded, tokens = write(converted.draw(SHAPES[shape], seed), tmp_path, seed)
-    with torch.no_grad():
-        expected = loaded(torch.tensor(tokens)).logits.numpy()
-    found = np.concatenate(list(score.logits(*run, tokens)))
+def test_transformers_scores_what_is_written_and_what_it_saves_scores_the_same(shape, seed, tmp_path):
+    model = converted.draw(SHAPES[shape], seed)
+    run, hf, out, saved, back = (tmp_path / name for name in ("run", "hf", "out.npy", "saved", "back"))
+    tokens = np.random.default_rng(seed).integers(0, model.vocab_size, (8, 40))
+    np.save(tmp_path / "tokens.npy", tokens)
+    converted.run(run, model)
+    convert.to_hf(str(run), str(hf))
+    subprocess.run([reference.PYTHON, WORKER, hf, tmp_path / "tokens.npy", out, saved], check=True)
+    expected, found = np.load(out), logits(run, tokens)
     print(f"{shape}: standard deviation {expected.std():.2f}, largest error {np.abs(found - expected).max():.1e}")
     assert expected.std() > 0.1
     np.testing.assert_allclose(found, expected, atol=1e-5, rtol=0)
+    if model.num_nextn_predict_layers:
+        return  # it saves no MTP modules
+    convert.from_hf(str(saved), str(back))
+    (first, second) = (trained.load(trained.read_config(str(r)), str(r))[1] for r in (run, back))
+    jax.tree.map(np.testing.assert_array_equal, *((s.params, s.router_bias) for s in (first, second)))
 
 
 def test_mtp_modules_compute_what_those_of_transformers_do(tmp_path):
@@ -51,7 +65,14 @@ def test_mtp_modules_compute_what_those_of_transformers_do(tmp_path):
     from transformers.modeling_layers import MtpModel
 
     model = dataclasses.replace(converted.draw(tiny.V3, 0), num_nextn_predict_layers=2)
-    (stepper, state), loaded, tokens = write(model, tmp_path, 0)
+    transformers = pytest.importorskip("transformers")
+    run, hf = str(tmp_path / "run"), str(tmp_path / "hf")
+    converted.run(tmp_path / "run", model)
+    convert.to_hf(run, hf)
+    options = {"dtype": torch.float32, "attn_implementation": "eager", "experts_implementation": "eager"}
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(hf, **options).eval()
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (8, 40))
+    stepper, state = trained.load(trained.read_config(run), run)
     loaded._keys_to_ignore_on_load_unexpected = [r"model\.layers\.[45]\."]  # it knows the modules of 61 layers only
     modules, ids = MtpModel.from_pretrained(loaded).eval(), torch.tensor(tokens)
     expected = {}

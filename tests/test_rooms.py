@@ -12,13 +12,13 @@ PACKAGE = Path(maxds.__file__).parent
 # Upstream first: a module may import those before it. A folder of this list is one room.
 ORDER = """command config nodes loader mesh quantize params schedule
     model model.ops model.residual model.kernels model.indexer model.window model.attention model.compressed model.moe
-    model.deepseek model.decode
+    model.deepseek model.cache model.decode
     muon optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
     data checksum integrity checkpoint parts records goodput metrics report trained generate score watchdog saves loop
     train
-    hf hf.files hf.table hf.settings convert
+    hf hf.files hf.quantized hf.table hf.v4 hf.settings convert
     compile cluster jobset launch doctor""".split()
 ONLY = {"flops": {"config"}, "quantize": set(), "schedule": {"quantize", "params"}}  # less than the order would allow
 MODULES = {

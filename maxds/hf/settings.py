@@ -6,10 +6,10 @@ import pathlib
 from typing import Any
 
 from maxds import loader
-from maxds.config import COMPRESSED_KEYS, Model, RopeScaling
+from maxds.config import COMPRESSED_KEYS, LATENT_KEYS, Model, RopeScaling
+from maxds.hf import v4
 from maxds.hf.files import FormatError
-
-BLOCK = 128  # of quantized weights: rows and columns that share a scale
+from maxds.hf.quantized import BLOCK
 
 _V3 = {"scoring_func": ("sigmoid",), "topk_method": ("noaux_tc",)}
 _DENSE = {"index_topk": (None,)}  # without indexers
@@ -24,28 +24,33 @@ _BUILDS: dict[str, dict[str, tuple]] = {
     "deepseek_v3": _V3 | _DENSE,
     "deepseek_v32": _V3,
     "kimi_k2": _V3 | _DENSE,
+    "deepseek_v4": v4.CHOICES,
 }
 _ARCHITECTURES = {  # the first whose choices a model has made
     "deepseek_v2": "DeepseekV2ForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "deepseek_v32": "DeepseekV32ForCausalLM",
+    "deepseek_v4": "DeepseekV4ForCausalLM",
 }
-# What else the builds have no choice in. The norms of latents have this epsilon there whatever config.json says.
+# What else the builds have no choice in.
 _FIXED = {
     "hidden_act": "silu",
     "attention_bias": False,
     "mlp_bias": False,
     "attention_dropout": 0.0,
+}
+_FIXED_LATENT = {  # the norms of latents have this epsilon there whatever config.json says
     "moe_layer_freq": 1,
     "rope_interleave": True,
     "rms_norm_eps": 1e-6,
 }
-_V4 = "compress_ratios", "hc_mult", "num_hash_layers", "swiglu_limit"  # what no build has yet
-_OF_V4 = *_V4, "compress_rope_theta", "hc_sinkhorn_iters", "hc_eps", *COMPRESSED_KEYS.split()
+_NOT_V4 = *LATENT_KEYS.split(), "intermediate_size", "first_k_dense_replace"
+_V4_ONLY = *v4.NEEDED, "compress_rope_theta", "hc_sinkhorn_iters", "hc_eps", *COMPRESSED_KEYS.split()
 _UNUSED = """_name_or_path architectures auto_map aux_loss_alpha bos_token_id chunk_size_feed_forward dtype eos_token_id
-    ep_group ep_size head_dim id2label is_encoder_decoder label2id model_type num_key_value_heads output_attentions
-    output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim quantization_config
-    return_dict router_aux_loss_coef seq_aux torch_dtype transformers_version unsloth_fixed use_cache""".split()
+    ep_group ep_size expert_dtype head_dim id2label is_encoder_decoder label2id model_type num_key_value_heads
+    output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim
+    quantization_config return_dict router_aux_loss_coef router_jitter_noise seq_aux torch_dtype transformers_version
+    unsloth_fixed use_cache""".split()
 
 
 def read(folder: pathlib.Path) -> dict[str, Any]:
@@ -70,26 +75,48 @@ def read(folder: pathlib.Path) -> dict[str, Any]:
 
 
 def _model(raw: dict[str, Any], build: str, mistakes: list[str]) -> dict[str, Any]:
-    raw, fields = dict(raw), {f.name: f for f in dataclasses.fields(Model) if f.name not in _OF_V4}
+    of_v4, raw = build == "deepseek_v4", dict(raw)
+    raw = v4.read(raw, mistakes) if of_v4 else raw
+    fields = {f.name: f for f in dataclasses.fields(Model) if f.name not in (_NOT_V4 if of_v4 else _V4_ONLY)}
     raw |= _rope(raw.pop("rope_parameters", None), raw, mistakes)
-    raw["n_shared_experts"] = raw.get("n_shared_experts") or 0
-    for key in ("n_group", "topk_group"):
-        raw[key] = raw.get(key) or 1
     for key, choices in _BUILDS[build].items():
         if raw.setdefault(key, choices[0]) not in choices:
             mistakes.append(f"{key} is {raw[key]}; a {build} model has {' or '.join(map(str, choices))}")
-    for key, value in _FIXED.items():
+    raw["n_shared_experts"] = raw.get("n_shared_experts") or 0
+    for key in ("n_group", "topk_group"):
+        raw[key] = raw.get(key) or 1
+    fixed = _FIXED if of_v4 else _FIXED | _FIXED_LATENT
+    for key, value in fixed.items():
         if raw.get(key, value) not in (value, None):
             mistakes.append(f"{key} is {raw[key]}; maxds knows {value}")
-    heads = raw.get("num_attention_heads")
-    if raw.get("num_key_value_heads") not in (None, heads):
-        mistakes.append(f"num_key_value_heads is {raw['num_key_value_heads']}; it must be num_attention_heads={heads}")
+    if build == "deepseek_v32":
+        _check_layers(raw, mistakes)
+    _check_key_heads(raw, of_v4, mistakes)
     _check_quantization(raw.get("quantization_config"), mistakes)
-    known = {*fields, *_UNUSED, *_FIXED}
+    known = {*fields, *_UNUSED, *fixed}
     mistakes += [f"unknown key {key}; remove it if it changes nothing that is computed" for key in raw.keys() - known]
     missing = [k for k, f in fields.items() if k not in raw and f.default is dataclasses.MISSING]
+    missing += [k for k in v4.NEEDED if of_v4 and raw.get(k) is None]
     mistakes += [f"missing key {key}" for key in missing]
     return {key: raw[key] for key in fields if key in raw}
+
+
+def _check_layers(raw: dict[str, Any], mistakes: list[str]) -> None:
+    """Of V3.2, transformers says of each layer what `first_k_dense_replace` says of all."""
+    layers, dense = raw.get("num_hidden_layers") or 0, raw.get("first_k_dense_replace") or 0
+    for key, kinds in {
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (layers - dense),
+        "layer_types": ["indexed_attention"] * layers,
+    }.items():
+        if (found := raw.pop(key, None)) not in (kinds, None):
+            mistakes.append(f"{key} is {found}; with first_k_dense_replace={dense} maxds knows {kinds}")
+
+
+def _check_key_heads(raw: dict[str, Any], of_v4: bool, mistakes: list[str]) -> None:
+    wanted = 1 if of_v4 else raw.get("num_attention_heads")
+    if raw.get("num_key_value_heads") not in (None, wanted):
+        why = "1" if of_v4 else f"num_attention_heads={wanted}"
+        mistakes.append(f"num_key_value_heads is {raw['num_key_value_heads']}; it must be {why}")
 
 
 def _rope(given: dict | None, raw: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
@@ -128,22 +155,38 @@ def write(model: Model, dtype: str, eos: int | None) -> str:
       FormatError: transformers has no such model.
     """
     values = loader.plain(model)
-    mistakes = [f"model.{key}={values[key]}: what is V4's is not converted yet" for key in _V4 if values[key]]
-    build = next((b for b in _ARCHITECTURES if all(values[k] in v for k, v in _BUILDS[b].items())), None)
-    if build is None:
+    if model.compress_ratios is None:
+        build, mistakes = _latent_build(model, values)
+    else:
+        build, mistakes = "deepseek_v4", v4.mistakes(model)
+    if mistakes:
+        raise FormatError("\n".join(mistakes))
+    if model.compress_ratios is None:
+        left_out, more = _V4_ONLY, _FIXED_LATENT | {"num_key_value_heads": model.num_attention_heads}
+    else:
+        left_out, more = _NOT_V4, v4.write(model) | {"num_key_value_heads": 1}
+    more |= _FIXED | {"torch_dtype": dtype, "use_cache": True}
+    tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
+    values = {key: value for key, value in values.items() if key not in left_out}
+    values = {key: value for key, value in values.items() if value is not None or not key.startswith("index_")}
+    about = {"architectures": [_ARCHITECTURES[build]], "model_type": build}
+    return json.dumps(about | more | values | tokens, indent=2) + "\n"
+
+
+def _latent_build(model: Model, values: dict[str, Any]) -> tuple[str, list[str]]:
+    """The build of a model with latent attention, and why it is none."""
+    mistakes = [
+        f"model.{key}={values[key]}: transformers has it in V4 only, with model.compress_ratios"
+        for key in v4.NEEDED
+        if values[key]
+    ]
+    build = next((b for b in _ARCHITECTURES if all(values[k] in v for k, v in _BUILDS[b].items())), "")
+    if not build or build == "deepseek_v4":
         keys = "scoring_func", "topk_method", "norm_topk_prob", "index_topk"
         found = ", ".join(f"model.{key}={values[key]}" for key in keys)
         mistakes.append(f"no model of transformers has {found}: it has V2's, V3's and V3.2's combinations only")
-    if model.rms_norm_eps != _FIXED["rms_norm_eps"]:
+    if model.rms_norm_eps != _FIXED_LATENT["rms_norm_eps"]:
         mistakes.append(f"model.rms_norm_eps={model.rms_norm_eps}: transformers has 1e-06 in the norms of latents")
     if not model.n_shared_experts:
         mistakes.append("model.n_shared_experts=0: transformers' models have at least 1")
-    if mistakes or build is None:
-        raise FormatError("\n".join(mistakes))
-    fixed = {key: value for key, value in _FIXED.items() if key not in values}
-    more = {"num_key_value_heads": model.num_attention_heads, "torch_dtype": dtype, "use_cache": True}
-    tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
-    values = {key: value for key, value in values.items() if key not in _OF_V4}
-    values = {key: value for key, value in values.items() if value is not None or not key.startswith("index_")}
-    about = {"architectures": [_ARCHITECTURES[build]], "model_type": build}
-    return json.dumps(about | values | fixed | more | tokens, indent=2) + "\n"
+    return build, mistakes

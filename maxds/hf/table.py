@@ -4,16 +4,20 @@ A row pairs the arrays of one layer, or of one expert, with tensors of the same 
 names the axes of an array and, in order, those of a tensor, where parentheses merge axes:
 `c n h -> (n h) c`. Where several arrays make one tensor they are joined along the axis `over`;
 where one array makes several tensors it is split along that axis, which they do not have.
+
+V4's names are those of the official files; transformers reads them too, and saves some under others (`official`).
 """
 
 import dataclasses
 import itertools
 import math
+import re
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from maxds.config import Model
+from maxds.model import deepseek
 
 IGNORED = ".rotary_emb.inv_freq"  # tensors with this end are worked out from config.json
 BLOCK = 16  # rows that a transposition handles at once, so that whole cache lines are read and written
@@ -29,7 +33,9 @@ class Row:
     tensors: tuple[str, ...]  # `model.layers.{layer}.input_layernorm.weight`
     pattern: str
     over: str = ""
-    first: int | None = None  # arrays are stacked: the number of their first layer
+    first: int | None = None  # arrays are stacked: the number of their first layer,
+    every: int = 1  # and how far it is from one of them to the next
+    below: int | None = None  # the numbers are integers from 0 on, below this, and those of a row differ
     copy: bool = False  # the tensor repeats what another row has: written, and on the way in only compared
 
     @property
@@ -126,7 +132,7 @@ def cells(rows: Sequence[Row], shapes: dict[str, Shape]) -> list[Cell]:
     found = []
     for row in rows:
         for index in np.ndindex(shapes[row.arrays[0]][: row.stacked]):
-            layer = index[0] + row.first if row.first is not None else 0
+            layer = row.first + index[0] * row.every if row.first is not None else 0
             expert = index[-1] if index else 0
             found.append(Cell(row, index, tuple(t.format(layer=layer, expert=expert) for t in row.tensors)))
     return found
@@ -137,17 +143,23 @@ def cells(rows: Sequence[Row], shapes: dict[str, Shape]) -> list[Cell]:
 
 def table(c: Model, arrays: Sequence[str]) -> list[Row]:
     """The rows of a model whose state has these arrays."""
-    rows = [
+    rows = _latent(c) if c.compress_ratios is None else _v4(c)
+    return [row for row in rows if row.arrays[0] in arrays]
+
+
+def _latent(c: Model) -> list[Row]:
+    """Of models with latent attention."""
+    layers = "model.layers."
+    return [
         Row(("params.embed",), ("model.embed_tokens.weight",), "v d -> v d"),
         Row(("params.norm",), ("model.norm.weight",), "d -> d"),
         Row(("params.head",), ("lm_head.weight",), "d v -> v d"),
-        *_layers("dense_layers", 0, [*_attention(c), *_dense()]),
-        *_layers("moe_layers", c.first_k_dense_replace, [*_attention(c), *_experts()]),
-        *_layers("mtp.layer", c.num_hidden_layers, [*_attention(c), *_experts()]),
-        *_layers("mtp", c.num_hidden_layers, _mtp()),
+        *_stacked("dense_layers", layers, [*_attention(c), *_dense()], 0),
+        *_stacked("moe_layers", layers, [*_attention(c), *_experts()], c.first_k_dense_replace),
+        *_stacked("mtp.layer", layers, [*_attention(c), *_experts()], c.num_hidden_layers),
+        *_stacked("mtp", layers, _mtp(), c.num_hidden_layers),
         *_copies(c),
     ]
-    return [row for row in rows if row.arrays[0] in arrays]
 
 
 def _row(arrays: str, tensors: str, pattern: str, over: str = "") -> Row:
@@ -155,7 +167,9 @@ def _row(arrays: str, tensors: str, pattern: str, over: str = "") -> Row:
     return Row(tuple(arrays.split()), tuple(f"{t}.weight" for t in tensors.split()), pattern, over)
 
 
-def _layers(stack: str, first: int, rows: Sequence[Row]) -> list[Row]:
+def _stacked(stack: str, prefix: str, rows: Sequence[Row], first: int, every: int = 1) -> list[Row]:
+    """Rows of one layer as those of a stack, of which layer `first` is the first."""
+
     def place(array: str) -> str:
         if array == "router_bias":
             return f"router_bias.{stack.removesuffix('.layer')}"
@@ -165,8 +179,9 @@ def _layers(stack: str, first: int, rows: Sequence[Row]) -> list[Row]:
         dataclasses.replace(
             row,
             arrays=tuple(map(place, row.arrays)),
-            tensors=tuple(f"model.layers.{{layer}}.{t}" for t in row.tensors),
+            tensors=tuple(f"{prefix}{{layer}}.{t}" for t in row.tensors),
             first=first,
+            every=every,
         )
         for row in rows
     ]
@@ -191,10 +206,11 @@ def _attention(c: Model) -> list[Row]:
     ]
 
 
-def _mlp(arrays: str, tensors: str) -> list[Row]:
+def _mlp(arrays: str, tensors: str, names: str = "gate_proj up_proj down_proj") -> list[Row]:
+    gate, up, down = (f"{tensors}.{name}" for name in names.split())
     return [
-        _row(f"{arrays}.up", f"{tensors}.gate_proj {tensors}.up_proj", "d g f -> f d", over="g"),
-        _row(f"{arrays}.down", f"{tensors}.down_proj", "f d -> d f"),
+        _row(f"{arrays}.up", f"{gate} {up}", "d g f -> f d", over="g"),
+        _row(f"{arrays}.down", down, "f d -> d f"),
     ]
 
 
@@ -230,3 +246,93 @@ def _copies(c: Model) -> Iterator[Row]:
             "shared_head.head": head,
         }.items():
             yield Row((array,), (f"model.layers.{layer}.{name}.weight",), pattern, copy=True)
+
+
+# ------------------------------------------------------------------------------------------------- V4
+
+_SAVED = {  # what transformers calls otherwise, and what the official files call it
+    r"^model\.": "",
+    r"^embed_tokens\.": "embed.",
+    r"^lm_head\.": "head.",
+    r"^hc_head\.hc_": "hc_head_",
+    r"\.attn\.norm\.": ".attn.kv_norm.",
+    r"\.scale$": ".weight_scale_inv",  # this one as V3's files do
+}
+V4_MTP = "mtp."  # the tensors of V4's MTP modules begin with it
+
+
+def official(name: str) -> str:
+    """The name in the table of a tensor of V4, whether it is of an official file or saved by transformers."""
+    for found, wanted in _SAVED.items():
+        name = re.sub(found, wanted, name)
+    return name
+
+
+def _v4(c: Model) -> list[Row]:
+    rows = [
+        Row(("params.embed",), ("embed.weight",), "v d -> v d"),
+        Row(("params.norm",), ("norm.weight",), "d -> d"),
+        Row(("params.head",), ("head.weight",), "d v -> v d"),
+        *_connection("params.hyper", "hc_head"),
+    ]
+    first, layer = 0, [*_v4_attention(), *_v4_experts()]
+    for name, stack in deepseek.stacks(c).items():
+        turn = len(stack.kinds)
+        for i in range(turn):
+            rows += _stacked(f"{name}.{i}" if turn > 1 else name, "layers.", layer, first + i, turn)
+        rows += _stacked(name, "layers.", [_router(c, name)], first)
+        first += turn * stack.count
+    return rows
+
+
+def _router(c: Model, stack: str) -> Row:
+    """What routers read of the state: of all layers of a stack together, whichever take turns."""
+    if stack == "hash_layers":
+        return Row(("router_bias",), ("ffn.gate.tid2eid",), "v k -> v k", below=c.n_routed_experts)
+    return Row(("router_bias",), ("ffn.gate.bias",), "e -> e")
+
+
+def _connection(array: str, tensor: str) -> list[Row]:
+    return [
+        Row((f"{array}.project",), (f"{tensor}_fn",), "n d k -> k (n d)"),
+        Row((f"{array}.scale",), (f"{tensor}_scale",), "p -> p"),
+        Row((f"{array}.base",), (f"{tensor}_base",), "k -> k"),
+    ]
+
+
+def _compressor(array: str, tensor: str) -> list[Row]:
+    return [
+        _row(f"{array}.kv", f"{tensor}.wkv", "d p -> p d"),
+        _row(f"{array}.gate", f"{tensor}.wgate", "d p -> p d"),
+        Row((f"{array}.bias",), (f"{tensor}.ape",), "r p -> r p"),
+        _row(f"{array}.norm", f"{tensor}.norm", "h -> h"),
+    ]
+
+
+def _v4_attention() -> list[Row]:
+    return [
+        _row("attention.norm", "attn_norm", "d -> d"),
+        _row("attention.q_down", "attn.wq_a", "d q -> q d"),
+        _row("attention.q_norm", "attn.q_norm", "q -> q"),
+        _row("attention.q_up", "attn.wq_b", "q n h -> (n h) q"),
+        _row("attention.kv", "attn.wkv", "d h -> h d"),
+        _row("attention.kv_norm", "attn.kv_norm", "h -> h"),
+        Row(("attention.sinks",), ("attn.attn_sink",), "n -> n"),
+        _row("attention.out_down", "attn.wo_a", "g n h r -> (g r) (n h)"),
+        _row("attention.out_up", "attn.wo_b", "g r d -> d (g r)"),
+        *_compressor("attention.compressor", "attn.compressor"),
+        _row("attention.indexer.q", "attn.indexer.wq_b", "q i h -> (i h) q"),
+        _row("attention.indexer.heads", "attn.indexer.weights_proj", "d i -> i d"),
+        *_compressor("attention.indexer.compressor", "attn.indexer.compressor"),
+        *_connection("attention.hyper", "hc_attn"),
+    ]
+
+
+def _v4_experts() -> list[Row]:
+    return [
+        _row("dispatch.norm", "ffn_norm", "d -> d"),
+        _row("dispatch.router", "ffn.gate", "d e -> e d"),
+        *_mlp("dispatch.shared", "ffn.shared_experts", "w1 w3 w2"),
+        *_mlp("experts", "ffn.experts.{expert}", "w1 w3 w2"),
+        *_connection("dispatch.hyper", "hc_ffn"),
+    ]

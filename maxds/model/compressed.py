@@ -146,13 +146,11 @@ def attention(
       [B S D]; the indexer's loss, float32, summed over tokens, or None without indexer; what to keep: the kernel's
       output and log-sum-exp, and with an indexer the selection, so that it never differs, beside its loss.
     """
-    tokens, kept, eps = given.tokens, kept or {}, c.rms_norm_eps
+    tokens, kept = given.tokens, kept or {}
     rope = tokens.far_rope if ratio else tokens.rope
-    y = rms_norm(y, w.norm, eps)
-    latent = checkpoint_name(rms_norm(matmul("bsd,dq->bsq", y, w.q_down), w.q_norm, eps), "q_latent")
-    q = rotate(rms_norm(matmul("bsq,qnh->bnsh", latent, w.q_up), c.head_dim**-0.5, eps), rope)
-    kv = rotate(rms_norm(matmul("bsd,dh->bsh", y, w.kv), w.kv_norm, eps), rope)
-    q, kv = checkpoint_name(q, "query"), checkpoint_name(kv, "key")
+    y = rms_norm(y, w.norm, c.rms_norm_eps)
+    latent, q = queries(c, w, y, rope)
+    kv = keys_of(c, w, y, rope)
 
     def read(entries: jax.Array, keys: Keys, selected: jax.Array | None = None):
         sight = window.Sight(tokens.segments, keys, selected, c.sliding_window)
@@ -173,6 +171,19 @@ def attention(
     attended = Attended(q, entries[:, None], attention[1], selected, tokens.segments, blocks.keys)
     loss = indexer.divergence(index, attended, loss)
     return added, loss, {"attention": attention, "selection": (selected, loss)}
+
+
+def queries(c: Model, w: CompressedAttention, y: jax.Array, rope: RopeTable) -> tuple[jax.Array, jax.Array]:
+    """Normalized tokens [B S D] -> the latent of their queries [B S Q]; these [B N S H], times the softmax scale."""
+    latent = rms_norm(matmul("bsd,dq->bsq", y, w.q_down), w.q_norm, c.rms_norm_eps)
+    latent = checkpoint_name(latent, "q_latent")
+    q = rms_norm(matmul("bsq,qnh->bnsh", latent, w.q_up), c.head_dim**-0.5, c.rms_norm_eps)
+    return latent, checkpoint_name(rotate(q, rope), "query")
+
+
+def keys_of(c: Model, w: CompressedAttention, y: jax.Array, rope: RopeTable) -> jax.Array:
+    """Normalized tokens [B S D] -> their keys, which are also the values [B S H]."""
+    return checkpoint_name(rotate(rms_norm(matmul("bsd,dh->bsh", y, w.kv), w.kv_norm, c.rms_norm_eps), rope), "key")
 
 
 def project(c: Model, w: CompressedAttention, out: jax.Array, rope: RopeTable) -> jax.Array:
@@ -218,19 +229,37 @@ def _taken(x: jax.Array, places: jax.Array, otherwise: int) -> jax.Array:
 
 def compress(c: Model, w: Compressor, y: jax.Array, blocks: Blocks) -> jax.Array:
     """Normalized tokens [B S D] -> the entries of their blocks [B E H], rotated."""
-    rows, count = blocks.first.shape
 
-    def of_blocks(projection: Tree) -> jax.Array:
-        """[B E ratio P]."""
-        found = matmul("bsd,dp->bsp", y, projection)
-        found = kernels.rows_of_tokens(found.reshape(-1, found.shape[2]), blocks.tokens)
-        return found.reshape(rows, count, blocks.keys.ratio, -1).astype(jnp.float32)
+    def of_blocks(found: jax.Array) -> jax.Array:
+        """[B S P] -> [B E ratio P]."""
+        rows = kernels.rows_of_tokens(found.reshape(-1, found.shape[2]), blocks.tokens)
+        return rows.reshape(*blocks.first.shape, blocks.keys.ratio, -1)
 
-    values, gates = of_blocks(w.kv), of_blocks(w.gate) + w.bias
-    if blocks.keys.ratio == OVERLAPPED:
-        values, gates = _overlapped(values, blocks.first, 0), _overlapped(gates, blocks.first, -jnp.inf)
+    values, gates = map(of_blocks, projected(w, y))
+    return pool(c, w, (values, gates), blocks.first, blocks.rope)
+
+
+def projected(w: Compressor, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Normalized tokens [B S D] -> what entries are means of, and the gates without their bias: [B S P] each."""
+    return matmul("bsd,dp->bsp", y, w.kv), matmul("bsd,dp->bsp", y, w.gate)
+
+
+def pool(c: Model, w: Compressor, given: tuple[jax.Array, jax.Array], first: jax.Array, rope: RopeTable) -> jax.Array:
+    """The entries [B E H] of blocks that lie beside each other.
+
+    Args:
+      c: the model.
+      w: gathered.
+      given: as `projected`, [B E ratio P] each.
+      first: [B E] bool: whether a block is the first of its document.
+      rope: of the blocks' first positions, [B E qk_rope_head_dim].
+    """
+    dtype = given[0].dtype
+    values, gates = given[0].astype(jnp.float32), given[1].astype(jnp.float32) + w.bias
+    if values.shape[2] == OVERLAPPED:
+        values, gates = _overlapped(values, first, 0), _overlapped(gates, first, -jnp.inf)
     pooled = jnp.sum(jax.nn.softmax(gates, axis=2) * values, axis=2)
-    return rotate(rms_norm(pooled, w.norm, c.rms_norm_eps).astype(y.dtype), blocks.rope)
+    return rotate(rms_norm(pooled, w.norm, c.rms_norm_eps).astype(dtype), rope)
 
 
 def _overlapped(x: jax.Array, first: jax.Array, nothing: float) -> jax.Array:
@@ -243,9 +272,14 @@ def _overlapped(x: jax.Array, first: jax.Array, nothing: float) -> jax.Array:
 def look(c: Model, w: Indexer, y: jax.Array, latent: jax.Array, rope: RopeTable, blocks: Blocks) -> Index:
     """What the indexer makes of normalized tokens [B S D] and the latent of their queries [B S Q], without gradient."""
     y, latent = lax.stop_gradient((y, latent))
+    return ask(c, w, y, latent, rope, compress(c, w.compressor, y, blocks))
+
+
+def ask(c: Model, w: Indexer, y: jax.Array, latent: jax.Array, rope: RopeTable, keys: jax.Array) -> Index:
+    """The same, with the keys of the indexer's own entries [B E index_head_dim]."""
     heads = jnp.matmul(y.astype(jnp.float32), w.heads, precision=lax.Precision.HIGHEST)
     return Index(
         q=rotate(matmul("bsq,qih->bish", latent, w.q), rope),
-        k=compress(c, w.compressor, y, blocks),
+        k=keys,
         heads=heads.swapaxes(1, 2) * (c.index_n_heads * c.index_head_dim) ** -0.5,
     )

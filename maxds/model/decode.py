@@ -1,49 +1,27 @@
-"""Sampling: the prompt through all layers at once, then one token after the other against a cache of latents.
-
-MLA needs neither keys nor values of the past: the normalized latent and the one rotated key of each
-token stand for those of all heads (DeepSeek-V2, section 2.1). So the cache holds
-kv_lora_rank + qk_rope_head_dim numbers a token and layer, and a step attends in latent space. An indexer's one key
-comes on top; of a step's query it selects among those of the cache.
+"""Sampling: the prompt through all layers at once, then one token after the other against a cache (`cache.py`).
 
 Weights travel as in training: gathered layer by layer, and routed experts stay where they are.
 """
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from maxds import params as params_lib
 from maxds.mesh import AXES
-from maxds.model import attention, deepseek, indexer, kernels, ops, residual
-from maxds.model.deepseek import Context, Network, Outer, Weights
-from maxds.model.indexer import Index
+from maxds.model import cache as cache_lib
+from maxds.model import deepseek, ops, residual
+from maxds.model.deepseek import Network, Outer, Weights
 from maxds.params import Tree
-from maxds.schedule import Given, at
+from maxds.schedule import Given, Member
 
-Over = Callable[[attention.Attention, jax.Array, Index | None, tuple, tuple], jax.Array]
-"""(weights, queries, what the indexer makes of their tokens, entries of these, the cache's) -> attention's output."""
-
-
-@flax.struct.dataclass
-class Cache:
-    """What attention needs of the tokens so far, for all L layers, in the compute dtype."""
-
-    latent: jax.Array  # [L B S C], normalized
-    rope: jax.Array  # [L B S qk_rope_head_dim], rotated
-    index: jax.Array | None  # [L B S index_head_dim]: keys of the indexer; None without
-
-    def layer(self, i: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array | None]:
-        """The entries of layer `i`: as `attention.latents` returns them, and the indexer's keys."""
-        return at((self.latent, self.rope, self.index), i)
-
-    def write(self, i: jax.Array, positions: jax.Array, entries: tuple) -> "Cache":
-        """Puts entries of layer `i`, [B s …], at positions [B s] of their sequences."""
-        rows, stored = jnp.arange(positions.shape[0])[:, None], (self.latent, self.rope, self.index)
-        return Cache(*jax.tree.map(lambda a, entry: a.at[i, rows, positions].set(entry), stored, entries))
+Cache = dict[str, list[Any]]
+"""Stack -> of each kind of its layers, what `cache.empty` makes."""
+Attend = Callable[[Any, Tree, Any, Any, jax.Array], tuple[Any, Any]]
+"""(cache of a kind, weights of attention, stream, context, which of the kind's layers) -> (stream, cache)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +29,9 @@ class Decoder:
     """A network and this device's shards of its weights. Build it with `make`, inside `shard_map`."""
 
     network: Network
-    stacks: dict[str, tuple[Tree, Tree]]  # of layers: their shards, and as `Exchange.quantize` once, not for each token
+    stacks: dict[
+        str, list[tuple[Tree, Tree]]
+    ]  # of kinds of layers: shards, and as `Exchange.quantize` once for all tokens
     bias: dict[str, jax.Array]  # as `deepseek.router_bias`
     outer: Outer  # as `Network.outer`: gathered once, not for every token
 
@@ -68,13 +48,12 @@ class Decoder:
         """
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segments = (positions < lengths[:, None]).astype(jnp.int32)
-
-        def over(w, q, index, own, _):
-            selected = None if index is None else indexer.select(self.network.model, index, segments)
-            return kernels.attention(q, *attention.expanded(w, own[:2]), segments, selected=selected)[0]
-
         batch = {"tokens": tokens, "positions": positions, "segments": segments}
-        h, cache = self._layers(batch, self._empty(len(tokens), size), over)
+
+        def attend(cache, w, x, context, i):
+            return cache.prefill(self.network.model, w, x, context, i)
+
+        h, cache = self._layers(batch, self._empty(len(tokens), size), attend)
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         return self._logits(jnp.take_along_axis(h, last, axis=1)[:, 0]), cache
 
@@ -93,13 +72,10 @@ class Decoder:
         batch = {"tokens": tokens, "positions": positions, "segments": active.astype(jnp.int32)}
         batch = {name: of_rows[:, None] for name, of_rows in batch.items()}
 
-        def over(w, q, index, _, cached):
-            seen = jnp.arange(cached[0].shape[1]) <= batch["positions"][..., None]
-            if index is not None:
-                seen = indexer.select_among(self.network.model, index, cached[2], seen)
-            return attention.absorbed(self.network.model, w, q, cached[:2], seen)
+        def attend(cache, w, x, context, i):
+            return cache.step(self.network.model, w, x, context, i)
 
-        h, cache = self._layers(batch, cache, over)
+        h, cache = self._layers(batch, cache, attend)
         return self._logits(h[:, 0]), cache
 
     def generate(self, tokens: jax.Array, lengths: jax.Array, count: int, pick: Callable, eos: int | None) -> jax.Array:
@@ -135,43 +111,37 @@ class Decoder:
 
     def _empty(self, sequences: int, size: int) -> Cache:
         c, dtype = self.network.model, jnp.dtype(self.network.config.precision.compute)
-        shape = c.num_hidden_layers, sequences, size
-        index = None if c.index_topk is None else jnp.zeros((*shape, c.index_head_dim), dtype)
-        latent, rope = (jnp.zeros((*shape, n), dtype) for n in (c.kv_lora_rank, c.qk_rope_head_dim))
-        return Cache(latent, rope, index)
+        found = {
+            name: [cache_lib.empty(c, kind.ratio, stack.count, sequences, size) for kind in stack.kinds]
+            for name, stack in deepseek.stacks(c).items()
+        }
+        return jax.tree.map(lambda a: a.astype(dtype), found)
 
-    def _layers(self, batch: dict, cache: Cache, over: Over) -> tuple[jax.Array, Cache]:
+    def _layers(self, batch: dict, cache: Cache, attend: Attend) -> tuple[jax.Array, Cache]:
         """Embedding and all layers on int32 [B s] `tokens`, `positions`, `segments` -> [B s D]."""
+        x, caches = self.network.enter(self.outer.embed, batch["tokens"]), {}
         context = self.network.context(batch)
-        carry = self.network.enter(self.outer.embed, batch["tokens"]), cache
-        first = 0
-        for name, stored in self.stacks.items():
-            layers = jnp.arange(first, first := first + len(stored[0]["attention"].norm))
-            body = self._one_layer(name, context, batch["positions"], over)
-            carry, _ = lax.scan(body, carry, (stored, self.bias.get(name), layers))
-        x, cache = carry
-        return residual.leave(self.network.model, self.outer.hyper, x), cache
+        for name, stack in deepseek.stacks(self.network.model).items():
+            members = self.network.members(stack, getattr(self.network.declared, name))
+            of_turns = self.stacks[name], stack.split(self.bias.get(name)), jnp.arange(stack.count)
+            body = self._one_turn(members, context, attend)
+            (x, caches[name]), _ = lax.scan(body, (x, cache[name]), of_turns)
+        return residual.leave(self.network.model, self.outer.hyper, x), caches
 
-    def _one_layer(self, name: str, context: Context, positions: jax.Array, over: Over) -> Callable:
-        """The scan body of one stack: a layer's stages, but for the first, whose place attention to the cache takes."""
-        network = self.network
-        declared = params_lib.unstacked(getattr(network.declared, name))
-        (kind,) = deepseek.stacks(network.model)[name].kinds
-        layer, exchange = network.layer(kind), network.exchange(declared)
+    def _one_turn(self, members: list[Member], context: deepseek.Context, attend: Attend) -> Callable:
+        """The scan body of one stack: layers' stages, but for the first, whose place attention to the cache takes."""
 
-        def body(carry, of_layer):
-            (x, cache), (stored, bias, i) = carry, of_layer
-            w = exchange.gather(*stored)
-
-            def read(q, latents, index):
-                own = (*latents, None if index is None else index.k)
-                written = cache.write(i, positions, own)
-                return over(w["attention"], q, index, own, written.layer(i)), written
-
-            x, cache = attention.attend_to(network.model, w["attention"], x, context.rope, read)
-            for stage in layer.stages[1:]:
-                x, _ = stage(w[stage.name], x, Given(bias, context))
-            return (layer.combine(x), cache), None
+        def body(carry, of_turn):
+            (x, caches), (stored, biases, i) = carry, of_turn
+            written = []
+            for member, cache, shards, bias in zip(members, caches, stored, biases, strict=True):
+                w = member.exchange.gather(*shards)
+                x, cache = attend(cache, w["attention"], x, context, i)
+                for stage in member.layer.stages[1:]:
+                    x, _ = stage(w[stage.name], x, Given(bias, context))
+                x = member.layer.combine(x)
+                written.append(cache)
+            return (x, written), None
 
         return body
 
@@ -182,12 +152,12 @@ class Decoder:
 
 def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Decoder:
     """Binds a network to this device's shards of its weights."""
-    stacks = {}
-    for name in deepseek.stacks(network.model):
-        declared, shards = getattr(network.declared, name), getattr(weights, name)
-        exchange = network.exchange(params_lib.unstacked(declared))
-        stacks[name] = shards, jax.vmap(exchange.quantize)(shards)
-    return Decoder(network, stacks, bias, network.outer(weights))
+    c, stored = network.model, {}
+    for name, stack in deepseek.stacks(c).items():
+        members = network.members(stack, getattr(network.declared, name))
+        shards = stack.turns(getattr(weights, name))
+        stored[name] = [(s, jax.vmap(m.exchange.quantize)(s)) for s, m in zip(shards, members, strict=True)]
+    return Decoder(network, stored, bias, network.outer(weights))
 
 
 def _anywhere(active: jax.Array) -> jax.Array:

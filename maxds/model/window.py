@@ -81,14 +81,19 @@ def _attend(q, kv, sinks, sight):
 
     def block(end: int, _, q, *of_queries):
         k = _keys(padded, kv[1], sight.keys.before(end), of_queries[-1], q.shape[2] + sight.back)
-        scores = _scores(q, k, _seen(sight, end, *of_queries))
-        lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks[:, None])
-        weights = jnp.exp(scores - lse[..., None]).astype(k.dtype)  # to the bit those of the backward pass
-        return None, (jnp.einsum("bnqz,bzh->bnqh", weights, k), lse)
+        return None, attend_to(q, k, sinks, _seen(sight, end, *of_queries))
 
     _, found = kernels.by_blocks(block, None, (q, 2), *_of_queries(sight), most=BLOCK)
     out, lse = (kernels.joined([of_span[i] for of_span in found], 2) for i in (0, 1))
     return out, lse
+
+
+def attend_to(q: jax.Array, k: jax.Array, sinks: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Output and log-sum-exp of few queries: to keys [B Z H], of those that are `seen`, [B Q Z] bool."""
+    scores = _scores(q, k, seen)
+    lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks[:, None])
+    weights = jnp.exp(scores - lse[..., None]).astype(k.dtype)  # to the bit those of the backward pass
+    return jnp.einsum("bnqz,bzh->bnqh", weights, k), lse
 
 
 def _attend_backward(q, kv, sinks, sight, of_output):

@@ -1,0 +1,129 @@
+"""V4's keys of config.json <-> those of a model.
+
+The official files and transformers say the same in different keys, both of which are read, and written: a layer is of
+a ratio, or of a type that has a rate; layers route by a table as the first so many, or by their types; the rotated part
+of a head is a number of dimensions, or a share; and the two rotary tables are in keys beside each other, or in one.
+"""
+
+import math
+from typing import Any
+
+from maxds.config import OVERLAPPED, Model
+
+WINDOW, SPARSE, HEAVY = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+HASHED, ROUTED = "hash_moe", "moe"
+# What a model of the build has, and config.json may leave out, the first being what it means then.
+CHOICES = {
+    "scoring_func": ("sqrtsoftplus", "sigmoid", "softmax"),
+    "topk_method": ("noaux_tc",),
+    "norm_topk_prob": (True,),
+    "n_group": (1,),
+    "topk_group": (1,),
+    "n_shared_experts": (1,),
+}
+NEEDED = "compress_ratios", "num_hash_layers", "hc_mult", "swiglu_limit"  # which other models may leave out
+
+
+def read(raw: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
+    """config.json with the official keys alone, those of a model; adds to `mistakes`."""
+    raw = _well_formed(raw, mistakes)
+    ratios, modules = raw.get("compress_ratios"), raw.get("num_nextn_predict_layers") or 0
+    if ratios is not None and len(ratios) == (raw.get("num_hidden_layers") or 0) + modules:
+        ratios = raw["compress_ratios"] = ratios[: len(ratios) - modules]
+    types, rates = raw.pop("layer_types", None), raw.pop("compress_rates", None)
+    if types is None and rates is not None and ratios is not None:
+        types = _types(ratios)
+    if types is not None:
+        _agree(raw, "compress_ratios", _ratios(types, rates or {}, mistakes), "layer_types", mistakes)
+    if routers := raw.pop("mlp_layer_types", None):
+        hashed = routers.count(HASHED)
+        _agree(raw, "num_hash_layers", hashed, "mlp_layer_types", mistakes)
+        if routers != [HASHED] * hashed + [ROUTED] * (len(routers) - hashed):
+            mistakes.append(f"mlp_layer_types is {routers}; maxds knows {HASHED}, and {ROUTED} after it")
+    if OVERLAPPED not in (raw.get("compress_ratios") or ()):
+        raw.pop("index_topk", None)  # without a layer that has an indexer
+    raw["num_nextn_predict_layers"] = 0  # whose tensors are left out, with a word
+    _read_rope(raw, mistakes)
+    return raw
+
+
+def _well_formed(raw: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
+    """Without what is of another type than it has to be."""
+    kinds = dict.fromkeys(("compress_ratios", "layer_types", "mlp_layer_types"), list)
+    kinds |= dict.fromkeys(("compress_rates", "rope_parameters", "rope_scaling"), dict)
+    kinds |= dict.fromkeys(("num_hidden_layers", "num_nextn_predict_layers", "head_dim"), int)
+    wrong = {k: kind for k, kind in kinds.items() if not isinstance(raw.get(k), kind | None)}
+    mistakes += [f"{key} is {raw[key]}; it must be a {kind.__name__}" for key, kind in wrong.items()]
+    return {key: value for key, value in raw.items() if key not in wrong}
+
+
+def _types(ratios: list[int]) -> list[str]:
+    return [{0: WINDOW, OVERLAPPED: SPARSE}.get(ratio, HEAVY) for ratio in ratios]
+
+
+def _ratios(types: list[str], rates: dict[str, int], mistakes: list[str]) -> list[int]:
+    rates = {WINDOW: 0, SPARSE: OVERLAPPED, HEAVY: 128} | rates
+    if rates[SPARSE] != OVERLAPPED or rates[HEAVY] == OVERLAPPED:
+        mistakes.append(f"compress_rates is {rates}; maxds knows {OVERLAPPED} of {SPARSE}, and another of {HEAVY}")
+    if unknown := set(types) - rates.keys():
+        mistakes.append(f"layer_types has {', '.join(sorted(unknown))}; maxds knows {WINDOW}, {SPARSE}, {HEAVY}")
+    return [rates.get(kind, 0) for kind in types]
+
+
+def _agree(raw: dict[str, Any], key: str, value: Any, of: str, mistakes: list[str]) -> None:
+    if raw.setdefault(key, value) != value:
+        mistakes.append(f"{key} is {raw[key]}, but {of} says {value}; remove the one that is wrong")
+
+
+def _read_rope(raw: dict[str, Any], mistakes: list[str]) -> None:
+    """Makes `rope_scaling`, in the words of either, that of the layers that compress, and parts it from the others."""
+    given = raw.pop("rope_parameters", None) or {}
+    near, far = dict(given.get("main") or {}), dict(given.get("compress") or {})
+    if not far:
+        far = {k: v for k, v in (given or raw.get("rope_scaling") or {}).items() if k != "rope_theta"}
+    for key, of_layers in (("rope_theta", near), ("compress_rope_theta", far)):
+        if "rope_theta" in of_layers:
+            _agree(raw, key, of_layers.pop("rope_theta"), "rope_parameters", mistakes)
+    shares = [raw.pop("partial_rotary_factor", None), *(of.pop("partial_rotary_factor", None) for of in (near, far))]
+    for share in {share for share in shares if share is not None}:
+        _agree(raw, "qk_rope_head_dim", int((raw.get("head_dim") or 0) * share), "partial_rotary_factor", mistakes)
+    if near.pop("rope_type", "default") != "default" or near:
+        mistakes.append(f"rope_parameters.main is {given['main']}; maxds knows rope_type default, and its rope_theta")
+    if far.pop("attention_factor", 1) not in (1, None):
+        mistakes.append(f"rope_parameters.compress is {given['compress']}; maxds knows attention_factor 1")
+    raw["rope_scaling"] = {"mscale": 1.0, "mscale_all_dim": 1.0} | far if far.get("factor") else far
+
+
+def mistakes(model: Model) -> list[str]:
+    """What transformers has not of a model with compress_ratios."""
+    found = [
+        f"model.{key}={getattr(model, key)}: transformers' V4 has {' or '.join(map(str, choices))}"
+        for key, choices in CHOICES.items()
+        if getattr(model, key) not in choices
+    ]
+    found += [
+        f"model.{key}=null: transformers' V4 has a number"
+        for key in ("hc_mult", "swiglu_limit")
+        if getattr(model, key) is None
+    ]
+    if len(heavy := _heavy(model)) > 1:
+        found.append(f"model.compress_ratios has {sorted(heavy)}: transformers has one ratio beside 0 and {OVERLAPPED}")
+    return found
+
+
+def write(model: Model) -> dict[str, Any]:
+    """What config.json says of a model in transformers' own keys."""
+    ratios, hashed = model.compress_ratios or (), model.num_hash_layers
+    share = model.qk_rope_head_dim / model.head_dim
+    if int(model.head_dim * share) < model.qk_rope_head_dim:  # as transformers reckons it
+        share = math.nextafter(share, 1)
+    return {
+        "layer_types": _types(list(ratios)),
+        "mlp_layer_types": [HASHED] * hashed + [ROUTED] * (len(ratios) - hashed),
+        "compress_rates": {SPARSE: OVERLAPPED, HEAVY: next(iter(_heavy(model)), 128)},
+        "partial_rotary_factor": share,
+    }
+
+
+def _heavy(model: Model) -> set[int]:
+    return set(model.compress_ratios or ()) - {0, OVERLAPPED}
