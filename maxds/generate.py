@@ -47,6 +47,8 @@ def encode(model: Model, tokenizer: Tokenizer, sample: Sample) -> np.ndarray:
     """
     if model.compress_ratios is not None:
         raise UseError("models with model.compress_ratios cannot generate text yet: train, evaluate and score them")
+    if model.engram_layer_ids:
+        raise UseError("models with model.engram_layer_ids cannot generate text yet: train, evaluate and score them")
     prompt = tokenizer.encode(sample.prompt)
     length, limit = len(prompt) + sample.tokens, model.max_position_embeddings
     if length > limit:

@@ -58,12 +58,23 @@ def make(config: Optimizer, steps: int, declared: Tree) -> optax.GradientTransfo
         stored_as(jnp.dtype(config.state_dtype), declared, direction),
         optax.add_decayed_weights(config.weight_decay, params_lib.decay_mask(declared)),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
+        *_rates(declared),
     )
     trained = is_trained(config, declared)
     if all(jax.tree.leaves(trained)):
         return transform
     kinds = jax.tree.map(lambda of_weight: "trained" if of_weight else "frozen", trained)
     return optax.partition({"trained": transform, "frozen": optax.set_to_zero()}, kinds)
+
+
+def _rates(declared: Tree) -> list[optax.GradientTransformation]:
+    """Scales the updates of weights that have a learning rate of their own."""
+    rates = {p.rate for p in params_lib.flatten(declared).values()} - {1.0}
+
+    def of(rate: float) -> Tree:
+        return params_lib.derive(lambda p: p.rate == rate, declared)
+
+    return [optax.masked(optax.scale(rate), of(rate)) for rate in sorted(rates)]
 
 
 def changes(config: Optimizer, path: str) -> bool:

@@ -41,7 +41,8 @@ _FIXED = {
     "rms_norm_eps": 1e-6,
 }
 _V4 = "compress_ratios", "hc_mult", "num_hash_layers", "swiglu_limit"  # what no build has yet
-_OF_V4 = *_V4, "compress_rope_theta", "hc_sinkhorn_iters", "hc_eps", *COMPRESSED_KEYS.split()
+_ENGRAM = tuple(f.name for f in dataclasses.fields(Model) if f.name.startswith("engram_"))
+_OF_V4 = *_V4, *_ENGRAM, "compress_rope_theta", "hc_sinkhorn_iters", "hc_eps", *COMPRESSED_KEYS.split()
 _UNUSED = """_name_or_path architectures auto_map aux_loss_alpha bos_token_id chunk_size_feed_forward dtype eos_token_id
     ep_group ep_size head_dim id2label is_encoder_decoder label2id model_type num_key_value_heads output_attentions
     output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim quantization_config
@@ -129,6 +130,8 @@ def write(model: Model, dtype: str, eos: int | None) -> str:
     """
     values = loader.plain(model)
     mistakes = [f"model.{key}={values[key]}: what is V4's is not converted yet" for key in _V4 if values[key]]
+    if model.engram_layer_ids:
+        mistakes.append(f"model.engram_layer_ids={values['engram_layer_ids']}: Engram is not converted yet")
     build = next((b for b in _ARCHITECTURES if all(values[k] in v for k, v in _BUILDS[b].items())), None)
     if build is None:
         keys = "scoring_func", "topk_method", "norm_topk_prob", "index_topk"

@@ -92,6 +92,18 @@ def add(x: Stream, y: jax.Array) -> Stream:
     return dataclasses.replace(x, out=x.out + y)
 
 
+def streams(x: Stream) -> jax.Array:
+    """All streams [B n S D], of which nothing is still to be added. Without hyper-connections n is 1."""
+    return x.h[:, None] if x.out is None else _settled(x)
+
+
+def with_streams(x: Stream, h: jax.Array) -> Stream:
+    """The stream with these in place of `streams(x)`."""
+    if x.out is None:
+        return dataclasses.replace(x, h=h[:, 0])
+    return dataclasses.replace(x, h=h, out=jnp.zeros_like(x.out), post=jnp.zeros_like(x.post))
+
+
 def leave(c: Model, w: Connection | None, x: Stream) -> jax.Array:
     """What leaves the last layer, [B S D]."""
     if w is None:
