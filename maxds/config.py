@@ -222,13 +222,16 @@ class Model:
         layers, sizes, longest = self.engram_layer_ids, self.engram_vocab_size, self.engram_max_ngram_size
         classes, pad = self.engram_compressed_vocab_size, self.engram_pad_token_id
         if not layers:
-            return ((not sizes, f"engram_vocab_size={list(sizes)} has no effect without engram_layer_ids"),)
+            return (
+                (not sizes, f"engram_vocab_size={list(sizes)} has no effect without engram_layer_ids"),
+                (classes is None, f"engram_compressed_vocab_size={classes} has no effect without engram_layer_ids"),
+            )
         counts = "engram_n_heads engram_head_dim engram_kernel_size".split()
         return (
             *((getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive") for k in counts),
             (self.engram_seed >= 0, f"engram_seed={self.engram_seed} must not be negative"),
             (
-                list(layers) == sorted(set(layers)) and 0 <= layers[0] and layers[-1] < self.num_hidden_layers,
+                list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] < self.num_hidden_layers,
                 f"engram_layer_ids={list(layers)} must be different layers, in order, from 0 to "
                 f"{self.num_hidden_layers - 1}",
             ),

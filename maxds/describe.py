@@ -73,7 +73,7 @@ def counts(model: Model) -> dict[str, int]:
 
 
 def _blocks(model: Model) -> dict[str, dict[str, Param]]:
-    """Block -> path in it (empty where the block is one weight) -> weight. Router biases, which are state, included, as are tables of tokens."""
+    """Block -> path in it (empty where the block is one weight) -> weight. State that is like weights is included."""
     biases = jax.eval_shape(lambda: deepseek.router_bias(model))
     stacks = {deepseek.bias_name(stack): Param(b.shape, PartitionSpec()) for stack, b in biases.items()}
     blocks: dict[str, dict[str, Param]] = {}

@@ -278,7 +278,7 @@ def tables(c):
         for n in range(2, c.engram_max_ngram_size + 1):
             heads, candidate = [], c.engram_vocab_size[n - 2]
             while len(heads) < c.engram_n_heads:
-                if candidate not in seen and not any(candidate % d == 0 for d in range(2, candidate)):
+                if candidate not in seen and not any(candidate % d == 0 for d in range(2, math.isqrt(candidate) + 1)):
                     heads.append(candidate), seen.add(candidate)
                 candidate += 1
             found[layer][n] = heads
@@ -434,6 +434,17 @@ def layers(w, layer):
                 yield stack, i, layer(kinds[i % len(kinds)], i // len(kinds))
 
 
+def look_back(c, number, w, bias, x, row):
+    """The streams of a row, as layer `number` gets them."""
+    if number not in c.engram_layer_ids:
+        return x
+    x = x if c.hc_mult else x[:, None]
+    for document in set(row["segments"]) - {0}:
+        own = np.flatnonzero(row["segments"] == document)
+        x[own] = remember(c, number, w.engrams[str(number)], bias["engrams"], x[own], row["tokens"][own])
+    return x if c.hc_mult else x[:, 0]
+
+
 def run(c, w, bias, batch, layer):
     """Every term's (sum, count), expert loads by stack [layers E], and logits [B S V].
 
@@ -457,18 +468,11 @@ def run(c, w, bias, batch, layer):
             loads[stack][i] += load
         return x
 
-    def look_back(number, x, row, real):
-        x = x if c.hc_mult else x[:, None]
-        for document in set(row["segments"][real]):
-            own = np.flatnonzero(row["segments"] == document)
-            x[own] = remember(c, number, w.engrams[str(number)], bias["engrams"], x[own], row["tokens"][own])
-        return x if c.hc_mult else x[:, 0]
-
     def trunk(row, real):
         x = w.embed[row["tokens"]]
         x = x if c.hc_mult is None else np.repeat(x[:, None], c.hc_mult, 1)
         for number, (stack, i, weights) in enumerate(layers(w, layer)):
-            x = look_back(number, x, row, real) if number in c.engram_layer_ids else x
+            x = look_back(c, number, w, bias, x, row)
             x = one_layer(number, stack, i, weights, x, row, real)
         return norm(joined(c, w.hyper, x), w.norm, c.rms_norm_eps)
 

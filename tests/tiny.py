@@ -134,7 +134,6 @@ ENGRAM_HYPER = dataclasses.replace(
     engram_n_heads=1,
     engram_head_dim=16,
     engram_kernel_size=2,
-    engram_seed=4,
 )
 
 
