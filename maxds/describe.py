@@ -63,7 +63,7 @@ def counts(model: Model) -> dict[str, int]:
     mtp = sizes.pop("mtp", 0)
     total = sum(sizes.values())
     idle = 3 * model.hidden_size * model.moe_intermediate_size * (model.n_routed_experts - model.num_experts_per_tok)
-    tables = [hashes.rows * model.engram_head_dim for hashes in engram.hashes(model).values()]
+    tables = [engram.declare(model, layer).table.size for layer in model.engram_layer_ids]
     return {
         "total": total,
         "active": total - model.num_moe_layers * idle - sum(tables) + len(tables) * model.engram_dim,

@@ -282,34 +282,3 @@ class Exchange:
         run.defvjp(lambda shards, w: (slots(w), None), backward)
         w = lax.stop_gradient(self.gather(shards, quantized))
         return with_slots(w, run(shards, w))
-
-
-def look_up(p: Param, shard: jax.Array, rows: jax.Array, dtypes: tuple[jnp.dtype, jnp.dtype]) -> jax.Array:
-    """Rows of a table whose columns are split over the devices: neither the table travels nor a row that is not wanted.
-
-    Each device takes its columns of the rows that any device of its replica wants, and sends each device its own.
-
-    Args:
-      p: of the table, [R d].
-      shard: what this device has of it.
-      rows: int32 [B …].
-      dtypes: of what is looked up, and of sums of gradients over `data`.
-
-    Returns:
-      [B … d].
-    """
-    axes, (compute, reduced) = p.axes[1], dtypes
-
-    @jax.custom_vjp
-    def run(shard, rows):
-        found = jnp.take(shard, lax.all_gather(rows, axes, tiled=True), axis=0).astype(compute)
-        return lax.all_to_all(found, axes, 0, found.ndim - 1, tiled=True)
-
-    def backward(rows, dy):
-        columns = lax.all_to_all(dy, axes, dy.ndim - 1, 0, tiled=True).astype(jnp.float32)
-        grads = jnp.zeros(shape, jnp.float32).at[lax.all_gather(rows, axes, tiled=True)].add(columns)
-        return lax.psum(grads.astype(reduced), "data").astype(dtype), None
-
-    shape, dtype = shard.shape, shard.dtype
-    run.defvjp(lambda shard, rows: (run(shard, rows), rows), backward)
-    return run(shard, rows)

@@ -158,16 +158,16 @@ def test_no_table_travels_and_each_is_read_and_written_once():
     config = tiny.config(tiny.ENGRAM, "batch_split", (2, 2, 2))
     stepper = tiny.stepper(config)
     program = jaxprs.live(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
-    rows = {hashes.rows for hashes in engram.hashes(tiny.ENGRAM).values()}
-    columns = tiny.ENGRAM.engram_head_dim // 4
+    declared = [engram.table for engram in stepper.network.declared.engrams.values()]
+    shards = [(table.shape[0] // 4, table.shape[1]) for table in declared]
+    whole = {table.shape[0] for table in declared} | {rows for rows, _ in shards}
 
     def touched(operation):
         shapes = [e.invars[0].aval.shape for name, e, _ in jaxprs.equations(program) if name == operation]
-        return sorted(shape for shape in shapes if rows & set(shape))
+        return [shape for shape in shapes if whole & set(shape)]
 
-    shards = sorted((n, columns) for n in rows)
     assert [touched(name) for name in ("all_gather", "all_to_all", "reduce_scatter")] == [[], [], []]
-    assert [touched(name) for name in ("gather", "scatter-add", "psum")] == [shards] * 3
+    assert [touched(name) for name in ("gather", "scatter-add", "psum")] == [shards] * 3  # of 2 x 2 devices
 
 
 # ----------------------------------------------------------------------------------------- classes
@@ -221,12 +221,13 @@ def test_of_the_preset_the_parameters_are_those_of_its_sizes():
     experts = d + d * 16 + 16 + (16 + 1) * 3 * d * 512
     dense, mixing = d + 3 * d * 2048, 4 * d * 24 + 3 + 24
     layers = 6 * (attention + 2 * mixing) + dense + 5 * experts
-    rows, looked_up = 3_621_802 + 3_625_086, 2 * 8 * 512
+    rows, looked_up = 885 * 4096 + 886 * 4096, 2 * 8 * 512
+    assert [found.rows for found in engram.hashes(c).values()] == [885 * 4096 - 3158, 886 * 4096 - 3970]
     module = 5 * looked_up * d + 3 * 4 * d + 4 * 4 * d
     around = 2 * 129280 * d + d + 4 * d * 4 + 1 + 4 + 129280
     total = layers + rows * 512 + 2 * module + around
     found = describe.counts(c)
-    assert found["total"] == total == 4_222_938_521
+    assert found["total"] == total == 4_226_588_057
     assert found["active"] == total - 5 * 14 * 3 * d * 512 - rows * 512 + 2 * looked_up == 402_447_769
 
 
@@ -248,9 +249,9 @@ def test_generating_and_converting_are_refused():
         settings.write(tiny.ENGRAM, "float32", None)
 
 
-def test_a_mesh_that_cannot_split_the_columns_of_tables_is_refused():
-    with pytest.raises(mesh.MeshError, match=r"table has 16 to split over mesh.fsdp=4 x mesh.expert=8"):
-        params.check(deepseek.declare(tiny.ENGRAM).engrams, {"data": 1, "fsdp": 4, "expert": 8})
+def test_a_mesh_that_cannot_split_the_rows_of_tables_is_refused():
+    with pytest.raises(mesh.MeshError, match=r"table has 4096 to split over mesh.fsdp=3 x mesh.expert=8"):
+        params.check({"table": engram.declare(tiny.ENGRAM, 0).table}, {"data": 1, "fsdp": 3, "expert": 8})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import maxds
 
 PACKAGE = Path(maxds.__file__).parent
 # Upstream first: a module may import those before it. A folder of this list is one room.
-ORDER = """command config nodes loader mesh quantize params schedule
+ORDER = """command config nodes loader mesh quantize params tables schedule
     model model.ops model.residual model.engram model.kernels model.indexer model.window model.attention
     model.compressed model.moe model.deepseek model.decode
     optimizer step flops describe
@@ -56,14 +56,23 @@ def test_module_imports_only_what_is_upstream(module):
 
 # Word -> the rooms that may speak it.
 WORDS = {
-    r"PartitionSpec": {"mesh", "params", "step", "describe", "generate", "score"}
+    r"PartitionSpec": {"mesh", "params", "tables", "step", "describe", "generate", "score"}
     | {"model.residual", "model.engram", "model.indexer", "model.attention", "model.compressed", "model.moe"}
     | {"model.deepseek", "model.decode"},
     r"shard_map\(": {"step", "generate", "score"},
     r"optimization_barrier\(": {"params", "schedule", "model.moe"},  # there: what a loop exchanges stays in it
-    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "model.moe"},
-    r"psum\(": {"params", "step"},
-    r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.indexer", "model.window", "model.moe"},
+    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "tables", "model.moe"},
+    r"psum\(": {"params", "tables", "step"},
+    r"custom_vjp": {
+        "params",
+        "tables",
+        "schedule",
+        "model.ops",
+        "model.kernels",
+        "model.indexer",
+        "model.window",
+        "model.moe",
+    },
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {
         *("command", "nodes", "loader", "mesh", "data", "checkpoint", "records", "goodput", "metrics", "report"),
         *("trained", "generate", "score", "watchdog", "saves", "loop", "train", "compile", "launch", "doctor"),

@@ -22,7 +22,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from maxds import params as params_lib
-from maxds import schedule
+from maxds import schedule, tables
 from maxds.config import Config, Model
 from maxds.model import attention, compressed, engram, moe, ops, residual
 from maxds.model.residual import Stream
@@ -312,10 +312,12 @@ class Network:
         """What the Engram of a layer has of the tokens of each microbatch, [B S engram_dim]."""
         c, precision, name = self.model, self.config.precision, str(layer)
         dtypes = jnp.dtype(precision.compute), jnp.dtype(precision.reduce_dcn)
+        traffic = tables.Traffic(self.config.schedule.capacity, *dtypes)
         tokens, segments = (jnp.concatenate([getattr(x, k) for x in contexts]) for k in ("tokens", "segments"))
         with jax.named_scope("look_up"):
             rows = engram.rows(c, layer, classes, tokens, segments)
-            found = params_lib.look_up(self.declared.engrams[name].table, weights.engrams[name].table, rows, dtypes)
+            wanted = jnp.broadcast_to(segments[..., None] > 0, rows.shape)
+            found = tables.look_up(weights.engrams[name].table, rows, wanted, traffic)
             return jnp.split(found.reshape(*tokens.shape, c.engram_dim), len(contexts))
 
     def remember(self, layer: int, weights: Weights, xs, found, contexts) -> list[Stream]:

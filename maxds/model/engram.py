@@ -4,8 +4,7 @@
     key of a stream = e W_k, value = e W_v; gate = sigma(signed root of norm(stream) · norm(key) / root of D)
     stream += gate value + silu(convolution(norm(gate value)))
 
-Rows depend on tokens alone. So all are looked up before the first layer, and only rows travel: tables stay where they
-are, each device with some columns of every row (`params.look_up`).
+Rows depend on tokens alone. So all are looked up before the first layer, and only they travel (`maxds.tables`).
 
 Where the paper leaves something open, it is as in the official code (github.com/deepseek-ai/Engram): hashes to the bit.
 Unlike there, neither n-grams nor the convolution reach into the document before, and projections have no bias.
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from maxds import tables
 from maxds.config import Model
 from maxds.model import residual
 from maxds.model.ops import matmul, rms_norm
@@ -53,7 +53,7 @@ class Hashes(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of all tables."""
+        """Of all tables together."""
         return sum(map(sum, self.primes))
 
 
@@ -83,16 +83,15 @@ def _primes(least: int, count: int, used: set[int]) -> tuple[int, ...]:
 def declare(c: Model, layer: int) -> Engram:
     """Declares the Engram of a layer. It starts without a convolution."""
     n, d, std = c.hc_mult or 1, c.hidden_size, c.initializer_range
-    norm = Param((n, d), P(None), decay=False, float32=True)
-    rows = hashes(c)[layer].rows
+    norm = Param((n, d), P(None, "fsdp"), decay=False, float32=True)
     return Engram(
-        table=Param((rows, c.engram_head_dim), P(None, ("fsdp", "expert")), std=std, decay=False, rate=RATE),
+        table=tables.declare(hashes(c)[layer].rows, c.engram_head_dim, std, RATE),
         key=Param((n, c.engram_dim, d), P(None, "fsdp"), "bio", std),
         value=Param((c.engram_dim, d), P("fsdp"), "io", std),
         key_norm=norm,
         query_norm=norm,
         conv_norm=norm,
-        conv=Param((c.engram_kernel_size, n, d), P(None), std=0.0, float32=True),
+        conv=Param((c.engram_kernel_size, n, d), P(None, None, "fsdp"), std=0.0, float32=True),
     )
 
 
