@@ -42,6 +42,7 @@ class RopeScaling:
 
 
 LATENT_KEYS = "kv_lora_rank qk_nope_head_dim v_head_dim"
+ENGRAM_ROWS = 2_000_000_000  # of the tables of a layer: they are numbered in 32 bits
 COMPRESSED_KEYS = "head_dim sliding_window o_groups o_lora_rank"
 OVERLAPPED = 4  # the ratio of compress_ratios whose blocks overlap, and of which an indexer selects
 
@@ -92,6 +93,19 @@ class Model:
     index_topk: int | None = None
     index_n_heads: int = 64
     index_head_dim: int = 128
+    # Engram (arXiv 2601.07372): what is learned of the n-grams that a token ends, looked up in tables by their hashes
+    # and added before these layers. (): none
+    engram_layer_ids: tuple[int, ...] = ()
+    engram_vocab_size: tuple[int, ...] = ()  # for n-grams of 2 tokens, of 3, …: rows of a head's table, at least
+    engram_max_ngram_size: int = 3
+    engram_n_heads: int = 8  # hashes of each n-gram, into tables of their own
+    engram_head_dim: int = 256
+    engram_kernel_size: int = 4  # of the convolution over tokens that lie engram_max_ngram_size apart
+    engram_pad_token_id: int = 2  # stands for what would lie before the first token of a document
+    # Of how many classes the tokens are for n-grams: those of data.tokenizer whose texts differ in case, accents or
+    # blanks only are one. null: each token is its own. A wrong number is refused with the right one
+    engram_compressed_vocab_size: int | None = None
+    engram_seed: int = 0  # of the hashes
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: RopeScaling | None = None
@@ -116,7 +130,7 @@ class Model:
                 for k in unused
             ),
         )
-        _require(*self._layers(), *self._attention(), *self._indexer(), *self._routing())
+        _require(*self._layers(), *self._attention(), *self._indexer(), *self._engram(), *self._routing())
 
     def _layers(self) -> tuple[tuple[bool, str], ...]:
         dense, hashed, modules = self.first_k_dense_replace, self.num_hash_layers, self.num_nextn_predict_layers
@@ -205,6 +219,44 @@ class Model:
             ),
         )
 
+    def _engram(self) -> tuple[tuple[bool, str], ...]:
+        layers, sizes, longest = self.engram_layer_ids, self.engram_vocab_size, self.engram_max_ngram_size
+        classes, pad = self.engram_compressed_vocab_size, self.engram_pad_token_id
+        if not layers:
+            return (
+                (not sizes, f"engram_vocab_size={list(sizes)} has no effect without engram_layer_ids"),
+                (classes is None, f"engram_compressed_vocab_size={classes} has no effect without engram_layer_ids"),
+            )
+        counts = "engram_n_heads engram_head_dim engram_kernel_size".split()
+        return (
+            *((getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive") for k in counts),
+            (self.engram_seed >= 0, f"engram_seed={self.engram_seed} must not be negative"),
+            (
+                list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] < self.num_hidden_layers,
+                f"engram_layer_ids={list(layers)} must be different layers, in order, from 0 to "
+                f"{self.num_hidden_layers - 1}",
+            ),
+            (
+                longest >= 2 and len(sizes) == longest - 1 and all(size > 1 for size in sizes),
+                f"engram_vocab_size={list(sizes)} must be a number above 1 for each size of n-grams, 2 to "
+                f"engram_max_ngram_size={longest}",
+            ),
+            (
+                self.engram_n_heads * sum(sizes) <= ENGRAM_ROWS,
+                f"engram_vocab_size={list(sizes)} with engram_n_heads={self.engram_n_heads} makes more than "
+                f"{ENGRAM_ROWS:,} rows a layer; lower one of them",
+            ),
+            (
+                0 <= pad < self.vocab_size,
+                f"engram_pad_token_id={pad} must be a token, 0 to {self.vocab_size - 1}",
+            ),
+            (
+                classes is None or 0 < classes <= self.vocab_size,
+                f"engram_compressed_vocab_size={classes} must be 1 to vocab_size={self.vocab_size}, or null to leave "
+                f"tokens as they are",
+            ),
+        )
+
     def _routing(self) -> tuple[tuple[bool, str], ...]:
         experts, groups, k = self.n_routed_experts, self.n_group, self.num_experts_per_tok
         return (
@@ -234,6 +286,11 @@ class Model:
     @property
     def qk_head_dim(self) -> int:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def engram_dim(self) -> int:
+        """Of what is looked up for a token in a layer's tables."""
+        return (self.engram_max_ngram_size - 1) * self.engram_n_heads * self.engram_head_dim
 
     @property
     def has_router_bias(self) -> bool:

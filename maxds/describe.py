@@ -11,7 +11,7 @@ from maxds import flops, optimizer
 from maxds import mesh as mesh_lib
 from maxds import params as params_lib
 from maxds.config import Config, Model
-from maxds.model import deepseek
+from maxds.model import deepseek, engram
 from maxds.params import Param, Tree
 
 Row = tuple[str, ...]
@@ -56,27 +56,29 @@ def counts(model: Model) -> dict[str, int]:
 
     Returns:
       `total` and `active` of the model without MTP, and those of its MTP modules, `mtp` and `mtp_active`. Active are
-      all but the routed experts that a token does not go to; embedding and head are among them.
+      all but the routed experts that a token does not go to and the rows of Engrams that it does not look up; embedding
+      and head are among them.
     """
     sizes = {block: sum(p.size for p in weights.values()) for block, weights in _blocks(model).items()}
     mtp = sizes.pop("mtp", 0)
     total = sum(sizes.values())
     idle = 3 * model.hidden_size * model.moe_intermediate_size * (model.n_routed_experts - model.num_experts_per_tok)
+    tables = [engram.declare(model, layer).table.size for layer in model.engram_layer_ids]
     return {
         "total": total,
-        "active": total - model.num_moe_layers * idle,
+        "active": total - model.num_moe_layers * idle - sum(tables) + len(tables) * model.engram_dim,
         "mtp": mtp,
         "mtp_active": mtp - model.num_nextn_predict_layers * idle,
     }
 
 
 def _blocks(model: Model) -> dict[str, dict[str, Param]]:
-    """Block -> path in it (empty where the block is one weight) -> weight. Router biases, which are state, included."""
+    """Block -> path in it (empty where the block is one weight) -> weight. State that is like weights is included."""
     biases = jax.eval_shape(lambda: deepseek.router_bias(model))
     stacks = {deepseek.bias_name(stack): Param(b.shape, PartitionSpec()) for stack, b in biases.items()}
     blocks: dict[str, dict[str, Param]] = {}
     for path, p in (params_lib.flatten(deepseek.declare(model)) | stacks).items():
-        block, _, inner = path.partition(".")
+        block, _, inner = path.removeprefix("cut_layers.").partition(".")
         blocks.setdefault(block, {})[inner] = p
     return blocks
 
@@ -94,14 +96,14 @@ def table(head: Row, rows: Iterable[Row]) -> Iterator[str]:
 def _weights(model: Model) -> Iterator[Row]:
     """A row for each weight; those of a stack of layers under a row for the stack."""
     for block, weights in _blocks(model).items():
-        layers = next(iter(weights.values())).shape[0] if block in (*deepseek.STACKS, "mtp") else 0
+        layers = next(iter(weights.values())).shape[0] if block in (*deepseek.stacks(model), "mtp") else 0
         if layers:
             size = sum(p.size for p in weights.values())
             yield f"{block} x {layers}", "", f"{size // layers:,}", f"{size:,}", ""
         for path, p in weights.items():
             shape = " x ".join(map(str, p.shape[1:] if layers else p.shape))
             one = f"{p.size // layers:,}" if layers else ""
-            split = " ".join(axis for axis in p.spec if axis) or "-"
+            split = " ".join(axis for over in p.axes for axis in over) or "-"
             yield f"  {path}" if layers else ".".join(filter(None, (block, path))), shape, one, f"{p.size:,}", split
 
 
@@ -162,8 +164,7 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
 
 def _part(p: Param, axes: dict[str, int], dtype: str) -> jax.ShapeDtypeStruct:
     """What one device holds of a weight."""
-    ways = [axes.get(axis, 1) for axis in p.spec] + [1] * (len(p.shape) - len(p.spec))
-    return jax.ShapeDtypeStruct([n // w for n, w in zip(p.shape, ways, strict=True)], jnp.dtype(dtype))
+    return jax.ShapeDtypeStruct([n // w for n, w in zip(p.shape, p.parts(axes), strict=True)], jnp.dtype(dtype))
 
 
 def _size(shapes: Tree) -> int:

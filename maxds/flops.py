@@ -35,7 +35,8 @@ def per_token(model: Model, sequence_length: int) -> dict[str, int]:
     """Training FLOPs of one token in a sequence of `sequence_length` tokens, by block, and their `total`.
 
     `projections` are the matmuls around attention, `attention` its scores and weighted sums, and `indexer` both of the
-    indexer; `hyper_connections` is what the weights of streams are made by. `mtp` holds the MTP layers with the
+    indexer; `hyper_connections` is what the weights of streams are made by, and `engrams` keys and values of what is
+    looked up. `mtp` holds the MTP layers with the
     projections that feed them, `mtp_head` their passes through the output head.
     """
     hidden, modules = model.hidden_size, model.num_nextn_predict_layers
@@ -45,12 +46,14 @@ def per_token(model: Model, sequence_length: int) -> dict[str, int]:
     router = hidden * model.n_routed_experts
     experts = 3 * hidden * model.moe_intermediate_size * (model.num_experts_per_tok + model.n_shared_experts)
     head, streams = hidden * model.vocab_size, model.hc_mult or 0
+    engrams = len(model.engram_layer_ids) * (1 + (streams or 1)) * model.engram_dim * hidden
     multiplies = {
         **{name: alike * sum(layer[name] for layer in layers) for name in layers[0]},
         "dense_mlp": model.first_k_dense_replace * 3 * hidden * model.intermediate_size,
         "router": model.num_moe_layers * router,
         "experts": model.num_moe_layers * experts,
         "hyper_connections": streams * hidden * streams * (2 * (2 + streams) * model.num_hidden_layers + 1),
+        "engrams": engrams,
         "head": head,
         "mtp": modules * (one_module + router + experts + 2 * hidden * hidden),
         "mtp_head": modules * head,

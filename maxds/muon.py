@@ -8,6 +8,7 @@ matrix's temporaries, and a stack takes as much room again as its shards.
 import functools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ def direction(declared: Tree, mesh: Mesh | None, momentum: float, eps: float) ->
     """
     one = optax.contrib.muon(-1.0, _STEPS, beta=0.0, nesterov=False, eps=eps, consistent_rms=_RMS)
 
-    def orthogonalize(matrix: jax.Array) -> jax.Array:
+    def orthogonalize(matrix: jax.Array) -> Any:
         return one.update(matrix, one.init(matrix), matrix)[0]
 
     def of_weight(p: Param, gradient: Tree) -> Tree:

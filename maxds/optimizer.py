@@ -61,12 +61,23 @@ def make(config: Optimizer, steps: int, declared: Tree, mesh: Mesh | None) -> op
         stored_as(jnp.dtype(config.state_dtype), declared, direction),
         optax.add_decayed_weights(config.weight_decay, params_lib.decay_mask(declared)),
         optax.scale_by_learning_rate(learning_rate(config, steps)),
+        *_rates(declared),
     )
     trained = is_trained(config, declared)
     if all(jax.tree.leaves(trained)):
         return transform
     kinds = jax.tree.map(lambda of_weight: "trained" if of_weight else "frozen", trained)
     return optax.partition({"trained": transform, "frozen": optax.set_to_zero()}, kinds)
+
+
+def _rates(declared: Tree) -> list[optax.GradientTransformation]:
+    """Scales the updates of weights that have a learning rate of their own."""
+    rates = {p.rate for p in params_lib.flatten(declared).values()} - {1.0}
+
+    def of(rate: float) -> Tree:
+        return params_lib.derive(lambda p: p.rate == rate, declared)
+
+    return [optax.masked(optax.scale(rate), of(rate)) for rate in sorted(rates)]
 
 
 def changes(config: Optimizer, path: str) -> bool:
@@ -131,7 +142,7 @@ def stored_as(dtype: jnp.dtype, declared: Tree, inner: optax.GradientTransformat
     return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
 
 
-def balance(bias: dict[str, jax.Array], load: dict[str, jax.Array], rate: float) -> dict[str, jax.Array]:
+def balance(bias: dict[str, jax.Array], load: dict[str, jax.Array], rate: jax.Array | float) -> dict[str, jax.Array]:
     """Router bias after a step: up by `rate` for experts below the mean load, down for those above (V3, section 2.1.2).
 
     Args:

@@ -39,6 +39,7 @@ class Param:
     std: float | None = None  # None: ones
     decay: bool = True
     float32: bool = False  # not cast to the compute dtype
+    rate: float = 1.0  # times the learning rate
 
     def stacked(self, n: int) -> "Param":
         """`n` of these in one array."""
@@ -49,6 +50,16 @@ class Param:
     def size(self) -> int:
         """Numbers in the array."""
         return math.prod(self.shape)
+
+    @property
+    def axes(self) -> tuple[tuple[str, ...], ...]:
+        """Of each dimension, the mesh axes that it is split over."""
+        given = (() if by is None else (by,) if isinstance(by, str) else tuple(by) for by in self.spec)
+        return *given, *((),) * (len(self.shape) - len(self.spec))
+
+    def parts(self, sizes: dict[str, int]) -> list[int]:
+        """How many parts each dimension is split into on a mesh of these sizes."""
+        return [math.prod(sizes.get(axis, 1) for axis in over) for over in self.axes]
 
     @property
     def beside(self) -> bool:
@@ -130,10 +141,10 @@ def count(declared: Tree) -> int:
 def check(declared: Tree, sizes: dict[str, int]) -> None:
     """Raises MeshError, naming every weight that the mesh cannot split evenly."""
     wrong = [
-        f"{path} has {n} to split over mesh.{axis}={sizes[axis]}"
+        f"{path} has {n} to split over {' x '.join(f'mesh.{axis}={sizes[axis]}' for axis in over)}"
         for path, p in flatten(declared).items()
-        for n, axis in zip(p.shape, p.spec, strict=False)
-        if axis is not None and n % sizes[axis]
+        for n, over, parts in zip(p.shape, p.axes, p.parts(sizes), strict=True)
+        if n % parts
     ]
     if wrong:
         shown = "; ".join(wrong[:3]) + (f"; and {len(wrong) - 3} more" if len(wrong) > 3 else "")

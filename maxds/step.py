@@ -27,7 +27,7 @@ class TrainState:
     step: jax.Array  # int32: batches consumed
     params: Any  # deepseek.Weights
     opt_state: Tree
-    router_bias: dict[str, jax.Array]  # as deepseek.router_bias: stack -> float32 [L E]; tables of hash layers
+    router_bias: dict[str, jax.Array]  # as deepseek.router_bias: stack -> float32 [L E]; tables of tokens
     typical_norm: jax.Array  # float32: running mean of the gradient norm; 0 before the first step
 
 
@@ -143,7 +143,9 @@ class Stepper:
         """The router biases that change, after the step."""
         chosen = self.config.optimizer
         bias = {
-            k: b for k, b in bias.items() if k != "hash_layers" and optimizer.changes(chosen, deepseek.bias_name(k))
+            k: b
+            for k, b in bias.items()
+            if b.dtype == jnp.float32 and optimizer.changes(chosen, deepseek.bias_name(k))  # others are tables
         }
         loss = self.config.loss
         return optimizer.balance(bias, load, loss.router_bias_rate * _share(loss, "router_bias_rate", step))

@@ -8,6 +8,7 @@ exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIG
 """
 
 import contextlib
+import dataclasses
 import os
 import sys
 import traceback
@@ -191,6 +192,7 @@ def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainSta
     Raises:
       CheckpointError: there is a checkpoint, and it does not belong to this config or data; or `start_from` has none.
       UseError: what `start_from` names is not a run, or of another shape.
+      DataError: as `know_tokens`.
     """
     config, changes = stepper.config, []
 
@@ -203,7 +205,7 @@ def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainSta
     state = saved.restore(stepper.abstract_state, check)
     if state is None:
         with watch.paused():
-            state, other = stepper.init(), config.start_from
+            state, other = know_tokens(stepper.init(), config, data.tokenizer), config.start_from
             if other is None:
                 return state, f"initialized from seed {config.seed}", None
             return trained.start(other, stepper, state, log.note), f"weights of {other}", None
@@ -213,6 +215,20 @@ def restore_or_init(saved, stepper, data, log, watch) -> tuple[step_lib.TrainSta
     same_loss = not any(line.startswith(("loss.", "model.", "precision.")) for line in changes)
     logged = next((row for row in rows if same_loss and row["step"] == done + 1), None)
     return state, f"restored from checkpoint {done}", logged
+
+
+def know_tokens(state: step_lib.TrainState, config: Config, tokenizer: data_lib.Tokenizer) -> step_lib.TrainState:
+    """A fresh state with the classes of the tokenizer's tokens, where n-grams are made of these.
+
+    Raises:
+      DataError: there are more or fewer classes than config says.
+    """
+    model, count = config.model, config.model.engram_compressed_vocab_size
+    if count is None:
+        return state
+    found = data_lib.classes(config.data.tokenizer, tokenizer, model.vocab_size, count)
+    known = {"engrams": jax.device_put(found, state.router_bias["engrams"].sharding)}
+    return dataclasses.replace(state, router_bias=state.router_bias | known)
 
 
 @contextlib.contextmanager

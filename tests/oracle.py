@@ -6,7 +6,7 @@ a slope can be had to full precision by the complex step: along d, it is Im f(w 
 Therefore there is no absolute value and no conjugate here, and comparisons look at real parts.
 
 V2: arXiv 2405.04434; V3: arXiv 2412.19437; V3.2: arXiv 2512.02556; YaRN: arXiv 2309.00071; mHC: arXiv 2512.24880; V4:
-as transformers has it.
+as transformers has it; Engram: arXiv 2601.07372, and what it leaves open as in deepseek-ai/Engram on GitHub.
 """
 
 import collections
@@ -266,6 +266,68 @@ def moe(c, dispatch, experts, x, given, tokens, real):
     return out, frequency @ affinity / tokens, load
 
 
+# ---------------------------------------------------------------------------------------- engram
+
+
+@functools.cache
+def tables(c):
+    """Of each layer with an Engram, by n-gram size, the rows of each head's table: primes, none of them twice."""
+    seen, found = set(), {}
+    for layer in c.engram_layer_ids:
+        found[layer] = {}
+        for n in range(2, c.engram_max_ngram_size + 1):
+            heads, candidate = [], c.engram_vocab_size[n - 2]
+            while len(heads) < c.engram_n_heads:
+                if candidate not in seen and not any(candidate % d == 0 for d in range(2, math.isqrt(candidate) + 1)):
+                    heads.append(candidate), seen.add(candidate)
+                candidate += 1
+            found[layer][n] = heads
+    return found
+
+
+def engram_rows(c, layer, classes, tokens):
+    """The rows of a layer's table that each token of a document looks up, with integers of any size."""
+    half = max(1, (2**63 - 1) // (c.engram_compressed_vocab_size or c.vocab_size) // 2)
+    draws = np.random.default_rng(c.engram_seed + 10007 * layer)
+    odd = [2 * int(m) + 1 for m in draws.integers(low=0, high=half, size=(c.engram_max_ngram_size,), dtype=np.int64)]
+    found = []
+    for t in range(len(tokens)):
+        own, start = [], 0
+        for n, heads in tables(c)[layer].items():
+            mix = 0
+            for back in range(n):
+                token = tokens[t - back] if t >= back else c.engram_pad_token_id
+                mix ^= int(classes[token]) * odd[back]
+            for prime in heads:
+                own.append(start + mix % prime)
+                start += prime
+        found.append(own)
+    return np.array(found).reshape(len(tokens), -1)
+
+
+def signed_root(z):
+    size = np.where(z.real < 0, -z, z)
+    return np.where(z.real < 0, -1, 1) * np.sqrt(np.where(size.real > 1e-6, size, 1e-6))
+
+
+def remember(c, layer, w, classes, x, tokens):
+    """One document's streams [S n D] with what an Engram adds to them (eq. 3 to 6)."""
+    memory = np.array([np.concatenate([w.table[row] for row in own]) for own in engram_rows(c, layer, classes, tokens)])
+    eps, (kernel, streams), out = c.rms_norm_eps, w.conv.shape[:2], x.copy()
+    for i in range(streams):
+        keys, queries = norm(memory @ w.key[i], w.key_norm[i], eps), norm(x[:, i], w.query_norm[i], eps)
+        gates = sigmoid(signed_root((keys * queries).sum(-1) / np.sqrt(c.hidden_size)))
+        gated = gates[:, None] * (memory @ w.value)
+        normed = norm(gated, w.conv_norm[i], eps)
+        for t in range(len(x)):
+            mixed = np.zeros_like(x[t, i])
+            for j in range(kernel):
+                if (source := t - (kernel - 1 - j) * c.engram_max_ngram_size) >= 0:
+                    mixed += w.conv[j, i] * normed[source]
+            out[t, i] += gated[t] + silu(mixed)
+    return out
+
+
 # ----------------------------------------------------------------------------------------- model
 
 
@@ -361,11 +423,26 @@ def mtp_input(c, w, module, x, row, depth):
 
 def layers(w, layer):
     """Stack, place in it, and weights of each layer of the main model. Kinds take turns in a stack."""
-    for stack in ("dense_layers", "hash_layers", "moe_layers", "last_layers"):
-        if (tree := getattr(w, stack)) is not None:
+    stacks = {name: getattr(w, name) for name in ("dense_layers", "hash_layers", "moe_layers", "last_layers")}
+    # What an Engram cuts off has its first layer in its name, and lies between what is before it and what follows.
+    for cut in sorted(w.cut_layers or {}, key=lambda name: int(name.split("_")[-1])):
+        stacks[cut] = w.cut_layers[cut]
+    for stack, tree in stacks.items():
+        if tree is not None:
             kinds = [tree] if "attention" in tree else [tree[kind] for kind in sorted(tree)]
             for i in range(len(kinds) * len(kinds[0]["attention"].norm)):
                 yield stack, i, layer(kinds[i % len(kinds)], i // len(kinds))
+
+
+def look_back(c, number, w, bias, x, row):
+    """The streams of a row, as layer `number` gets them."""
+    if number not in c.engram_layer_ids:
+        return x
+    x = x if c.hc_mult else x[:, None]
+    for document in set(row["segments"]) - {0}:
+        own = np.flatnonzero(row["segments"] == document)
+        x[own] = remember(c, number, w.engrams[str(number)], bias["engrams"], x[own], row["tokens"][own])
+    return x if c.hc_mult else x[:, 0]
 
 
 def run(c, w, bias, batch, layer):
@@ -377,7 +454,7 @@ def run(c, w, bias, batch, layer):
     terms |= {f"mtp_{n + 1}": [0.0, 0] for n in range(c.num_nextn_predict_layers)}
     sizes = collections.Counter(stack for stack, _, _ in layers(w, layer))
     sizes["mtp"] = c.num_nextn_predict_layers
-    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in sizes.items() if n and k != "dense_layers"}
+    loads = {k: np.zeros((n, c.n_routed_experts), int) for k, n in sizes.items() if n and not k.startswith("dense")}
     all_logits = []
 
     def add(term, value, count):
@@ -395,6 +472,7 @@ def run(c, w, bias, batch, layer):
         x = w.embed[row["tokens"]]
         x = x if c.hc_mult is None else np.repeat(x[:, None], c.hc_mult, 1)
         for number, (stack, i, weights) in enumerate(layers(w, layer)):
+            x = look_back(c, number, w, bias, x, row)
             x = one_layer(number, stack, i, weights, x, row, real)
         return norm(joined(c, w.hyper, x), w.norm, c.rms_norm_eps)
 

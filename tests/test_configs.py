@@ -175,6 +175,7 @@ FEATURES = {
     "hc_mult": r"hc_.*",
     "num_hash_layers": r"num_hash_layers",
     "swiglu_limit": r"swiglu_limit",
+    "engram_layer_ids": r"engram_.*",
 }
 
 
@@ -194,6 +195,7 @@ def test_every_key_of_a_paper_s_model_is_written_out(name):
         ("deepseek3-671b", 256),
         ("deepseek3.2-671b", 512),
         ("deepseek4-284b", 256),
+        ("deepseek-custom", 64),
         ("kimi-k2-1t", 512),
         ("quickstart", 8),
     ],

@@ -10,9 +10,9 @@ import maxds
 
 PACKAGE = Path(maxds.__file__).parent
 # Upstream first: a module may import those before it. A folder of this list is one room.
-ORDER = """command config nodes loader mesh quantize params schedule
-    model model.ops model.residual model.kernels model.indexer model.window model.attention model.compressed model.moe
-    model.deepseek model.cache model.decode
+ORDER = """command config nodes loader mesh quantize params tables schedule
+    model model.ops model.residual model.engram model.kernels model.indexer model.window model.attention
+    model.compressed model.moe model.deepseek model.cache model.decode
     muon optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
@@ -57,14 +57,23 @@ def test_module_imports_only_what_is_upstream(module):
 
 # Word -> the rooms that may speak it.
 WORDS = {
-    r"PartitionSpec": {"mesh", "params", "step", "describe", "generate", "score"}
-    | {"model.residual", "model.indexer", "model.attention", "model.compressed", "model.moe", "model.deepseek"}
-    | {"model.decode"},
+    r"PartitionSpec": {"mesh", "params", "tables", "step", "describe", "generate", "score"}
+    | {"model.residual", "model.engram", "model.indexer", "model.attention", "model.compressed", "model.moe"}
+    | {"model.deepseek", "model.decode"},
     r"shard_map\(": {"muon", "step", "integrity", "generate", "score"},
     r"optimization_barrier\(": {"params", "schedule", "model.moe"},  # there: what a loop exchanges stays in it
-    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "model.moe", "muon"},
-    r"psum\(": {"params", "step"},
-    r"custom_vjp": {"params", "schedule", "model.ops", "model.kernels", "model.indexer", "model.window", "model.moe"},
+    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "tables", "model.moe", "muon"},
+    r"psum\(": {"params", "tables", "step"},
+    r"custom_vjp": {
+        "params",
+        "tables",
+        "schedule",
+        "model.ops",
+        "model.kernels",
+        "model.indexer",
+        "model.window",
+        "model.moe",
+    },
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {
         *("command", "nodes", "loader", "mesh", "data", "checkpoint", "records", "goodput", "metrics", "report"),
         *("trained", "generate", "score", "watchdog", "saves", "loop", "train", "compile", "launch", "doctor"),

@@ -49,6 +49,11 @@ CASES = {
     ),
     "plain, V4, nothing recomputed": tiny.config(V4, "plain", (1, 2, 2), keep=("everything",)),
     "split, V4, in 2 parts": tiny.config(V4, "batch_split", (1, 2, 2), optimizer={"accumulate_steps": 2}),
+    "plain, Engram and mHC, nothing recomputed": tiny.config(
+        tiny.ENGRAM_HYPER, "plain", (1, 2, 4), keep=("everything",)
+    ),
+    "split, Engram, overflowing": tiny.config(tiny.ENGRAM, "batch_split", (2, 2, 2), capacity=0.25),
+    "split, Engram and mHC": tiny.config(tiny.ENGRAM_HYPER, "batch_split", (1, 4, 2)),
     "plain, float8, nothing recomputed": tiny.config(
         tiny.V3, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
     ),

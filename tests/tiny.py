@@ -111,6 +111,33 @@ V4 = dataclasses.replace(
     index_head_dim=10,
 )
 V32 = dataclasses.replace(V3, num_hidden_layers=3, index_topk=3, index_n_heads=7, index_head_dim=10)
+ENGRAM = dataclasses.replace(  # the second cuts the MoE layers in two
+    V3,
+    num_hidden_layers=2,
+    first_k_dense_replace=0,
+    num_nextn_predict_layers=0,
+    engram_layer_ids=(0, 1),
+    engram_vocab_size=(30, 50),
+    engram_n_heads=2,
+    engram_head_dim=16,
+    engram_kernel_size=3,
+    engram_pad_token_id=29,
+    engram_compressed_vocab_size=23,
+    engram_seed=17,  # with the weights below no gate is near zero, where the root that it takes has no slope to compare
+)
+ENGRAM_HYPER = dataclasses.replace(
+    HYPER,
+    num_hidden_layers=1,
+    first_k_dense_replace=0,
+    num_hash_layers=0,
+    engram_layer_ids=(0,),
+    engram_vocab_size=(11, 7, 13),
+    engram_max_ngram_size=4,
+    engram_n_heads=1,
+    engram_head_dim=16,
+    engram_kernel_size=2,
+    engram_seed=18,
+)
 
 
 def config(model: Model = V3, kind="plain", mesh=(1, 1, 1), *, optimizer=None, precision=None, **schedule) -> Config:

@@ -19,9 +19,9 @@ from maxds import config as config_lib
 from maxds.data.error import DataError
 from maxds.data.packing import PackedRows
 from maxds.data.sources import Documents, open_documents, reach_source, stable_hash
-from maxds.data.tokenizer import Tokenizer, load_tokenizer
+from maxds.data.tokenizer import Tokenizer, classes, load_tokenizer
 
-__all__ = ["Batch", "Data", "DataError", "Tokenizer", "load_tokenizer", "open_data", "reach"]
+__all__ = ["Batch", "Data", "DataError", "Tokenizer", "classes", "load_tokenizer", "open_data", "reach"]
 
 Batch = dict[str, np.ndarray]
 

@@ -13,6 +13,8 @@ from maxds.data.error import DataError
 # Tried in this order where no tokenizer_config.json names the token.
 _USUAL_EOS = ("<｜end▁of▁sentence｜>", "<|endoftext|>", "<eos>", "</s>")  # noqa: RUF001
 
+_PART = "\ufffd"  # in the text of a token: it is a part of a character, or none
+
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
@@ -28,6 +30,7 @@ class Tokenizer:
     digest: str  # of everything that decides the ids
     encode: Callable[[str | bytes], np.ndarray]
     decode: Callable[[Iterable[int]], str]
+    spell: Callable[[int], tuple[str, str]]  # one token, special ones too: its text, which may not be whole; its name
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -52,6 +55,37 @@ def load_tokenizer(name: str) -> Tokenizer:
     return loaders[path.suffix](path)
 
 
+def classes(name: str, tokenizer: Tokenizer, vocab_size: int, expected: int) -> np.ndarray:
+    """What each token counts as in the n-grams of an Engram, int32 [vocab_size] (arXiv 2601.07372, section 2.2).
+
+    Tokens whose texts differ in case, accents, width or blanks only are of one class; a token that is no text by itself
+    is of its own. Ids that the tokenizer does not know, and which no text has, are of class 0.
+
+    Raises:
+        DataError: there are not as many classes as expected.
+    """
+    from tokenizers import Regex, normalizers
+
+    steps = [normalizers.NFKC(), normalizers.NFD(), normalizers.StripAccents(), normalizers.Lowercase()]
+    plain, strip = normalizers.Sequence([*steps, normalizers.Replace(Regex(r"[ \t\r\n]+"), " ")]), normalizers.Strip()
+
+    def key(token: int) -> str:
+        text, own = tokenizer.spell(token)
+        if _PART in text:
+            return own
+        found = plain.normalize_str(text)
+        return (found if found == " " else strip.normalize_str(found)) or text
+
+    seen: dict[str, int] = {}
+    found = [seen.setdefault(key(token), len(seen)) for token in range(tokenizer.vocab_size)]
+    if len(seen) != expected:
+        raise DataError(
+            f"model.engram_compressed_vocab_size={expected}, but data.tokenizer={name} has tokens of {len(seen)} "
+            f"classes; set it to {len(seen)}, or to null to leave tokens as they are"
+        )
+    return np.array((found + [0] * vocab_size)[:vocab_size], np.int32)
+
+
 def _text(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
@@ -70,7 +104,10 @@ def _bytes() -> Tokenizer:
     def decode(ids: Iterable[int]) -> str:
         return bytes(int(i) for i in ids if i < eos).decode(errors="replace")
 
-    return Tokenizer(eos + 1, eos, "bytes", encode, decode)
+    def spell(token: int) -> tuple[str, str]:
+        return bytes([token] if token < eos else []).decode(errors="replace") or _PART, f"<{token}>"
+
+    return Tokenizer(eos + 1, eos, "bytes", encode, decode, spell)
 
 
 def _hugging_face(path: Path) -> Tokenizer:
@@ -90,8 +127,12 @@ def _hugging_face(path: Path) -> Tokenizer:
     def decode(ids: Iterable[int]) -> str:
         return model.decode([int(i) for i in ids])
 
+    def spell(token: int) -> tuple[str, str]:
+        return model.decode([token], skip_special_tokens=False), model.id_to_token(token) or ""
+
     # Ids may have holes, so that the number of tokens is not a bound.
-    return Tokenizer(max(model.get_vocab().values()) + 1, eos, _file_digest(path, eos), encode, decode)
+    vocab_size = max(model.get_vocab().values()) + 1
+    return Tokenizer(vocab_size, eos, _file_digest(path, eos), encode, decode, spell)
 
 
 def _hugging_face_eos(model, path: Path) -> int:
@@ -125,4 +166,7 @@ def _sentencepiece(path: Path) -> Tokenizer:
     def decode(ids: Iterable[int]) -> str:
         return model.decode([int(i) for i in ids if i < vocab_size])
 
-    return Tokenizer(vocab_size, eos, _file_digest(path, eos), encode, decode)
+    def spell(token: int) -> tuple[str, str]:
+        return model.decode([token]) or _PART, model.id_to_piece(token)
+
+    return Tokenizer(vocab_size, eos, _file_digest(path, eos), encode, decode, spell)

@@ -46,6 +46,7 @@ _FIXED_LATENT = {  # the norms of latents have this epsilon there whatever confi
 }
 _NOT_V4 = *LATENT_KEYS.split(), "intermediate_size", "first_k_dense_replace"
 _V4_ONLY = *v4.NEEDED, "compress_rope_theta", "hc_sinkhorn_iters", "hc_eps", *COMPRESSED_KEYS.split()
+_ENGRAM = tuple(f.name for f in dataclasses.fields(Model) if f.name.startswith("engram_"))
 _UNUSED = """_name_or_path architectures auto_map aux_loss_alpha bos_token_id chunk_size_feed_forward dtype eos_token_id
     ep_group ep_size expert_dtype head_dim id2label is_encoder_decoder label2id model_type num_key_value_heads
     output_attentions output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type qk_head_dim
@@ -159,6 +160,8 @@ def write(model: Model, dtype: str, eos: int | None) -> str:
         build, mistakes = _latent_build(model, values)
     else:
         build, mistakes = "deepseek_v4", v4.mistakes(model)
+    if model.engram_layer_ids:
+        mistakes.append(f"model.engram_layer_ids={values['engram_layer_ids']}: Engram is not converted yet")
     if mistakes:
         raise FormatError("\n".join(mistakes))
     if model.compress_ratios is None:
@@ -167,7 +170,7 @@ def write(model: Model, dtype: str, eos: int | None) -> str:
         left_out, more = _NOT_V4, v4.write(model) | {"num_key_value_heads": 1}
     more |= _FIXED | {"torch_dtype": dtype, "use_cache": True}
     tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
-    values = {key: value for key, value in values.items() if key not in left_out}
+    values = {key: value for key, value in values.items() if key not in (*left_out, *_ENGRAM)}
     values = {key: value for key, value in values.items() if value is not None or not key.startswith("index_")}
     about = {"architectures": [_ARCHITECTURES[build]], "model_type": build}
     return json.dumps(about | more | values | tokens, indent=2) + "\n"

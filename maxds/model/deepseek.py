@@ -2,6 +2,7 @@
 
 The layers of a stack are scanned over. They are all alike (dense layers, then MoE layers), or kinds take turns, as in
 V4: what is scanned over then is one turn, and the layers that make no whole turn at the end are a stack of their own.
+What Engram adds to the residual stream, it adds between two stacks: the layers from there on are a stack of their own.
 
 Losses are sums over this device's tokens, each with the weight (a count) that the step divides it
 by once it is known for the whole global batch: so neither the number of devices nor the number of
@@ -10,6 +11,7 @@ parts that a batch is accumulated over changes what a term is worth.
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,9 +22,9 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from maxds import params as params_lib
-from maxds import schedule
+from maxds import schedule, tables
 from maxds.config import Config, Model
-from maxds.model import attention, compressed, moe, ops, residual
+from maxds.model import attention, compressed, engram, moe, ops, residual
 from maxds.model.residual import Stream
 from maxds.params import Exchange, Param, Tree
 
@@ -47,10 +49,16 @@ class Weights:
     hash_layers: Tree  # {attention, dispatch, experts} whose experts a table chooses, or None
     moe_layers: Tree  # {attention, dispatch, experts}
     last_layers: Tree  # the same, of the turn that is not whole; or None
+    cut_layers: Any  # stack -> as these, of those that an Engram in their midst parts; or None
+    engrams: Any  # "layer" -> engram.Engram; or None
     mtp: Any  # Mtp, or None
     hyper: Tree | None  # residual.Connection: joins the streams
     norm: Tree  # [D]
     head: Tree | None  # [D V]; None: the embedding, transposed
+
+    def stack(self, name: str) -> Tree:
+        """The layers of one of `stacks`."""
+        return getattr(self, name) if name in STACKS else self.cut_layers[name]
 
 
 class Kind(NamedTuple):
@@ -65,6 +73,7 @@ class Stack(NamedTuple):
 
     kinds: tuple[Kind, ...]
     count: int
+    engram: int | None = None  # the first layer's number, where it has an Engram
 
     def turns(self, tree: Tree) -> list[Tree]:
         """What belongs to each kind, of something that is stacked like the weights."""
@@ -85,25 +94,27 @@ STACKS = "dense_layers", "hash_layers", "moe_layers", "last_layers"
 
 
 def stacks(c: Model) -> dict[str, Stack]:
-    """The layers of the main model, in order."""
+    """The layers of the main model, in order. Where an Engram cuts one, the rest has its first layer in its name."""
     ratios = c.compress_ratios or (None,) * c.num_hidden_layers
     kinds = [Kind(ratio, dense=i < c.first_k_dense_replace) for i, ratio in enumerate(ratios)]
     routed = c.first_k_dense_replace + c.num_hash_layers
-    hashed, rest = kinds[c.first_k_dense_replace : routed], kinds[routed:]
-    turn = _period(rest)
-    whole = len(rest) // turn
-    found = {
-        "dense_layers": Stack(tuple(kinds[:1]), c.first_k_dense_replace),
-        "hash_layers": Stack(tuple(hashed), 1 if hashed else 0),
-        "moe_layers": Stack(tuple(rest[:turn]), whole),
-        "last_layers": Stack(tuple(rest[whole * turn :]), 1 if len(rest) % turn else 0),
-    }
-    return {name: stack for name, stack in found.items() if stack.count}
+    bounds = (0, c.first_k_dense_replace), (c.first_k_dense_replace, routed), (routed, c.num_hidden_layers)
+    found = {}
+    for name, (first, end) in zip(STACKS, bounds, strict=False):
+        cuts = [first, *(i for i in c.engram_layer_ids if first < i < end), end]
+        for start, stop in itertools.pairwise(cuts):
+            suffix, own = "" if start == first else f"_{start}", tuple(kinds[start:stop])
+            turn = len(own) if name == "hash_layers" else _period(own)
+            whole = len(own) // turn if own else 0
+            remembers = start if start in c.engram_layer_ids else None
+            found |= {name + suffix: Stack(own[:turn], whole, remembers)} if own else {}
+            found |= {"last_layers" + suffix: Stack(left, 1)} if (left := own[whole * turn :]) else {}
+    return found
 
 
-def _period(kinds: list[Kind]) -> int:
+def _period(kinds: tuple[Kind, ...]) -> int:
     """After how many layers they repeat; the last turn need not be whole."""
-    return next(n for n in range(1, len(kinds) + 1) if kinds[n:] == kinds[: len(kinds) - n])
+    return next((n for n in range(1, len(kinds)) if kinds[n:] == kinds[: len(kinds) - n]), len(kinds))
 
 
 class Outer(NamedTuple):
@@ -132,9 +143,13 @@ def declare(c: Model) -> Weights:
     projection = Param((2 * d, d), P("fsdp"), "io", std)
     norms = {name: attention.norm(d) for name in ("embed_norm", "hidden_norm", "head_norm")}
     mtp = Mtp(projection=projection, layer=_declare_layer(c, Kind(None)), **norms) if modules else None
+    layers = {name: _declare_stack(c, stack) for name, stack in stacks(c).items()}
+    whole = {name: layers.pop(name, None) for name in STACKS}
     return Weights(
         embed=Param((c.vocab_size, d), P(None, "fsdp"), std=std),
-        **{name: _declare_stack(c, stacks(c).get(name)) for name in STACKS},
+        **whole,
+        cut_layers=layers or None,
+        engrams={str(i): engram.declare(c, i) for i in c.engram_layer_ids} or None,
         mtp=params_lib.stacked(mtp, modules) if mtp else None,
         hyper=residual.declare_last(c),
         norm=attention.norm(d),
@@ -142,9 +157,7 @@ def declare(c: Model) -> Weights:
     )
 
 
-def _declare_stack(c: Model, stack: Stack | None) -> dict[str, Tree] | None:
-    if stack is None:
-        return None
+def _declare_stack(c: Model, stack: Stack) -> dict[str, Tree]:
     layers = [params_lib.stacked(_declare_layer(c, kind), stack.count) for kind in stack.kinds]
     return layers[0] if len(layers) == 1 else {str(i): layer for i, layer in enumerate(layers)}
 
@@ -157,28 +170,37 @@ def _declare_layer(c: Model, kind: Kind) -> dict[str, Tree]:
 
 
 def router_bias(c: Model) -> dict[str, jax.Array]:
-    """What routers read and no gradient changes.
+    """What the model reads and no gradient changes.
 
     The selection bias of each expert, float32 [layers E], zero to start with; nothing where the model has none. Of
-    `hash_layers`, the experts of each token, int32 [layers V K]: drawn, and the same for all runs.
+    `hash_layers`, the experts of each token, int32 [layers V K]: drawn, and the same for all runs. Of `engrams`, the
+    class of each token, int32 [V]: of no meaning until a tokenizer is asked, unless each token is its own.
     """
     sizes = {name: stack.count * len(stack.kinds) for name, stack in stacks(c).items()}
     sizes["mtp"] = c.num_nextn_predict_layers
-    routed = [k for k in ("moe_layers", "last_layers", "mtp") if sizes.get(k) and c.has_router_bias]
-    biases = {k: jnp.zeros((sizes[k], c.n_routed_experts), jnp.float32) for k in routed}
+    routed = [k for k in sizes if k.startswith(("moe_layers", "last_layers", "mtp")) and sizes[k] and c.has_router_bias]
+    found = {k: jnp.zeros((sizes[k], c.n_routed_experts), jnp.float32) for k in routed}
+    if c.engram_layer_ids:
+        found["engrams"] = jnp.arange(c.vocab_size, dtype=jnp.int32) % (c.engram_compressed_vocab_size or c.vocab_size)
     if c.num_hash_layers == 0:
-        return biases
+        return found
 
     def table(key: jax.Array) -> jax.Array:
         drawn = jax.random.uniform(key, (c.vocab_size, c.n_routed_experts))
         return lax.top_k(drawn, c.num_experts_per_tok)[1].astype(jnp.int32)
 
-    return biases | {"hash_layers": lax.map(table, jax.random.split(jax.random.key(0), c.num_hash_layers))}
+    tables = lax.map(table, jax.random.split(jax.random.key(0), c.num_hash_layers))
+    hashed = [k for k in sizes if k.startswith("hash_layers")]
+    ends = list(itertools.accumulate(sizes[k] for k in hashed))
+    return found | {k: tables[end - sizes[k] : end] for k, end in zip(hashed, ends, strict=True)}
 
 
 def bias_name(stack: str) -> str:
-    """The path of what the routers of a stack read, biases or a table, among those of weights."""
-    return f"{stack}.expert_table" if stack == "hash_layers" else f"{stack}.router_bias"
+    """The path of an array of `router_bias`, among those of weights."""
+    if stack == "engrams":
+        return "engrams.classes"
+    what = "expert_table" if stack.startswith("hash_layers") else "router_bias"
+    return f"{stack}.{what}" if stack in (*STACKS, "mtp") else f"cut_layers.{stack}.{what}"
 
 
 def paths(c: Model) -> list[str]:
@@ -276,12 +298,41 @@ class Network:
         """All layers of the main model on microbatches -> streams before the final norm, {stack: expert load [L E]}."""
         contexts = [self.context(b) for b in batches]
         xs, loads = [self.enter(table, b["tokens"]) for b in batches], {}
+        found = {i: self.look_up(i, weights, bias["engrams"], contexts) for i in self.model.engram_layer_ids}
         for name, stack in stacks(self.model).items():
+            if stack.engram is not None:
+                xs = self.remember(stack.engram, weights, xs, found[stack.engram], contexts)
             with jax.named_scope(name):
-                chain = self.chain(stack, getattr(self.declared, name))
-                xs, seen = chain(getattr(weights, name), bias.get(name), xs, contexts)
+                chain = self.chain(stack, self.declared.stack(name))
+                xs, seen = chain(weights.stack(name), bias.get(name), xs, contexts)
             loads |= {name: seen["load"]} if "load" in seen else {}
         return xs, contexts, loads
+
+    def look_up(self, layer: int, weights: Weights, classes: jax.Array, contexts: Sequence[Context]) -> list[jax.Array]:
+        """What the Engram of a layer has of the tokens of each microbatch, [B S engram_dim]."""
+        c, precision, name = self.model, self.config.precision, str(layer)
+        dtypes = jnp.dtype(precision.compute), jnp.dtype(precision.reduce_dcn)
+        traffic = tables.Traffic(self.config.schedule.capacity, *dtypes)
+        tokens, segments = (jnp.concatenate([getattr(x, k) for x in contexts]) for k in ("tokens", "segments"))
+        with jax.named_scope("look_up"):
+            rows = engram.rows(c, layer, classes, tokens, segments)
+            wanted = jnp.broadcast_to(segments[..., None] > 0, rows.shape)
+            found = tables.look_up(weights.engrams[name].table, rows, wanted, traffic)
+            return jnp.split(found.reshape(*tokens.shape, c.engram_dim), len(contexts))
+
+    def remember(self, layer: int, weights: Weights, xs, found, contexts) -> list[Stream]:
+        """The streams of all microbatches with what the Engram of a layer adds to them. Only its input is kept."""
+        exchange = self.exchange(_without_table(self.declared.engrams[str(layer)]))
+
+        def run(shards, xs, found):
+            w = exchange.fetch(shards, exchange.quantize(shards))
+            each = zip(xs, found, contexts, strict=True)
+            return [engram.remember(self.model, w, x, of_x, context.segments) for x, of_x, context in each]
+
+        everything = "everything" in self.config.schedule.keep
+        policy = schedule.recompute_nothing if everything else None
+        with jax.named_scope("engram"):
+            return jax.checkpoint(run, policy=policy)(_without_table(weights.engrams[str(layer)]), xs, found)
 
     def tapes(self, weights: Weights, bias: dict, batch: dict) -> dict[str, list[schedule.Tape]]:
         """Stack -> what each kind of layer could hand to its backward pass, of one microbatch twice: for its shapes."""
@@ -290,8 +341,8 @@ class Network:
         x, context = self.enter(table, first["tokens"]), self.context(first)
         found = {}
         for name, stack in stacks(self.model).items():
-            members = self.members(stack, getattr(self.declared, name))
-            of_kinds = stack.turns(getattr(weights, name)), stack.split(bias.get(name))
+            members = self.members(stack, self.declared.stack(name))
+            of_kinds = stack.turns(weights.stack(name)), stack.split(bias.get(name))
             found[name] = [self._tape(*of_kind, x, context) for of_kind in zip(members, *of_kinds, strict=True)]
         return found
 
@@ -433,6 +484,10 @@ class Network:
 
 def _without_layer(mtp: Mtp) -> Mtp:
     return dataclasses.replace(mtp, layer=None)
+
+
+def _without_table(w: engram.Engram) -> engram.Engram:
+    return dataclasses.replace(w, table=None)
 
 
 def mtp_term(depth: int) -> str:

@@ -8,6 +8,7 @@ What a stage has made is added when the next one reads: until then it may be a s
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.struct
@@ -101,6 +102,18 @@ def add(x: Stream, y: jax.Array) -> Stream:
     return dataclasses.replace(x, out=x.out + y)
 
 
+def streams(x: Stream) -> jax.Array:
+    """All streams [B n S D], of which nothing is still to be added. Without hyper-connections n is 1."""
+    return jnp.stack([x.h] if x.out is None else _settled(x), axis=1)
+
+
+def with_streams(x: Stream, h: jax.Array) -> Stream:
+    """The stream with these in place of `streams(x)`."""
+    if x.out is None:
+        return dataclasses.replace(x, h=h[:, 0])
+    return dataclasses.replace(x, h=jnp.unstack(h, axis=1), out=jnp.zeros_like(x.out), post=jnp.zeros_like(x.post))
+
+
 def leave(c: Model, w: Connection | None, x: Stream) -> jax.Array:
     """What leaves the last layer, [B S D]."""
     if w is None:
@@ -112,23 +125,23 @@ def leave(c: Model, w: Connection | None, x: Stream) -> jax.Array:
 def _settled(x: Stream) -> list[jax.Array]:
     """The streams, with what was still to be added."""
     out = x.out.astype(jnp.float32)
-    return [
-        (h.astype(jnp.float32) + post[..., None] * out).astype(h.dtype) for h, post in zip(x.h, x.post, strict=True)
-    ]
+    shares = zip(x.h, x.post[..., None], strict=True)
+    return [(h.astype(jnp.float32) + share * out).astype(h.dtype) for h, share in shares]
 
 
 def _outputs(c: Model, w: Connection, streams: list[jax.Array]) -> jax.Array:
     """[K B S] float32, of all streams normalized together."""
     hs = [h.astype(jnp.float32) for h in streams]
     size = lax.rsqrt(jnp.mean(sum(h * h for h in hs), axis=-1) / len(hs) + c.rms_norm_eps)
-    products = zip(hs, w.project, strict=True)
-    return sum(jnp.einsum("bsd,dk->kbs", h, own, precision=lax.Precision.HIGHEST) for h, own in products) * size
+    pairs = zip(hs, w.project, strict=True)
+    products = [jnp.einsum("bsd,dk->kbs", h, own, precision=lax.Precision.HIGHEST) for h, own in pairs]
+    return functools.reduce(jnp.add, products) * size
 
 
 def _joined(weights: jax.Array, streams: list[jax.Array]) -> jax.Array:
     """The sum of the streams, each times its weight [n B S]."""
-    products = zip(weights, streams, strict=True)
-    return sum(weight[..., None] * h.astype(jnp.float32) for weight, h in products).astype(streams[0].dtype)
+    products = [w[..., None] * h.astype(jnp.float32) for w, h in zip(weights, streams, strict=True)]
+    return functools.reduce(jnp.add, products).astype(streams[0].dtype)
 
 
 def _doubly_stochastic(c: Model, logits: jax.Array) -> jax.Array:

@@ -1,0 +1,104 @@
+"""Rows of a table that is split by rows over the devices of a replica: they travel, the table does not.
+
+A device asks each of the others for the rows that it wants of its part, and gets these. Hashed rows spread evenly, all
+but those that many tokens want; so a device asks each for a little more than its even share, and for what is left in
+further rounds. All here is one device's program, inside `shard_map`.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from maxds.params import Param
+
+AXES = ("fsdp", "expert")
+MULTIPLE = 4096  # of the rows of a table, so that meshes can split it
+
+
+def declare(rows: int, columns: int, std: float, rate: float) -> Param:
+    """Declares a table of at least so many rows. It does not decay."""
+    return Param((-(-rows // MULTIPLE) * MULTIPLE, columns), P(AXES), std=std, decay=False, rate=rate)
+
+
+class Traffic(NamedTuple):
+    """How rows travel."""
+
+    capacity: float  # rows asked of each device in a round, as a multiple of the even share
+    compute: jnp.dtype  # of what is looked up
+    reduced: jnp.dtype  # of sums of gradients over `data`
+
+
+class _Asked(NamedTuple):
+    """What a device wants of the table, M rows, sorted by the device that has them."""
+
+    places: jax.Array  # [M]: which of the wanted they are
+    rows: jax.Array  # [M]: within the part of that device
+    starts: jax.Array  # [devices]: the first for each
+    counts: jax.Array  # [devices]: how many
+
+    def of_round(self, i: jax.Array, room: int) -> tuple[jax.Array, jax.Array]:
+        """[devices room] each: places, M for none; and rows, as this device is asked for them, -1 for none."""
+        nth = i * room + jnp.arange(room)
+        at = jnp.where(nth < self.counts[:, None], self.starts[:, None] + nth, len(self.places))
+        places = self.places.at[at].get(mode="fill", fill_value=len(self.places))
+        return places, _swap(self.rows.at[at].get(mode="fill", fill_value=-1))
+
+
+def look_up(shard: jax.Array, rows: jax.Array, wanted: jax.Array, traffic: Traffic) -> jax.Array:
+    """Rows of a table, [… columns]; zeros for those that are not wanted.
+
+    Args:
+      shard: this device's rows of the table.
+      rows: int32 […].
+      wanted: bool, of the same shape.
+      traffic: how they travel.
+    """
+    asked = _ask(rows.reshape(-1), wanted.reshape(-1), len(shard))
+    found = _look_up(traffic, shard.shape, shard.dtype)(shard, asked)
+    return found.reshape(*rows.shape, -1)
+
+
+def _ask(rows: jax.Array, wanted: jax.Array, size: int) -> _Asked:
+    devices = lax.axis_size(AXES)
+    owners = jnp.where(wanted, rows // size, devices)
+    places = jnp.argsort(owners).astype(jnp.int32)
+    counts = jnp.bincount(owners, length=devices + 1)[:devices].astype(jnp.int32)
+    return _Asked(places, (rows % size)[places], jnp.cumsum(counts) - counts, counts)
+
+
+def _look_up(traffic: Traffic, shape: Sequence[int], dtype: jnp.dtype):
+    """(shard, asked) -> rows [M columns]."""
+
+    def in_rounds(asked: _Asked, body, start: jax.Array) -> jax.Array:
+        devices, most = len(asked.counts), len(asked.places)
+        room = min(int(most / devices * traffic.capacity) + 1, most)
+        rounds = lax.pmax(-(-jnp.max(asked.counts) // room), AXES)
+        return lax.fori_loop(0, rounds, lambda i, so_far: body(so_far, *asked.of_round(i, room)), start)
+
+    @jax.custom_vjp
+    def run(shard, asked):
+        def one_round(found, places, theirs):
+            sent = jnp.take(shard, jnp.maximum(theirs, 0), axis=0).astype(traffic.compute)
+            return found.at[places].set(_swap(sent), mode="drop")
+
+        return in_rounds(asked, one_round, jnp.zeros((len(asked.places), shape[1]), traffic.compute))
+
+    def backward(asked, dy):
+        def one_round(grads, places, theirs):
+            sent = _swap(dy.at[places].get(mode="fill", fill_value=0)).astype(jnp.float32)
+            return grads.at[jnp.where(theirs < 0, shape[0], theirs)].add(sent, mode="drop")
+
+        grads = in_rounds(asked, one_round, jnp.zeros(shape, jnp.float32))
+        return lax.psum(grads.astype(traffic.reduced), "data").astype(dtype), None
+
+    run.defvjp(lambda shard, asked: (run(shard, asked), asked), backward)
+    return run
+
+
+def _swap(x: jax.Array) -> jax.Array:
+    """[devices …], a part for each device -> a part of each."""
+    return lax.all_to_all(x, AXES, 0, 0, tiled=True)
