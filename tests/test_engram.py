@@ -83,10 +83,7 @@ def test_the_tables_of_v41_have_the_rows_that_its_config_states():
 
 def remembered(c, streams, memory, segments):
     """What the last layer's Engram makes of the streams [B n S D]."""
-    zero = jnp.zeros(())
-    out, post = jnp.zeros_like(streams[:, 0]), jnp.zeros((streams.shape[1], *memory.shape[:2]))
-    x = residual.Stream(streams, out, post, zero, None)
-    x = x if c.hc_mult else residual.Stream(streams[:, 0], None, None, zero, None)
+    x = residual.with_streams(residual.enter(c, streams[:, 0]), streams)
     weights = tiny.weights(c).engrams[str(c.engram_layer_ids[-1])]
     with tiny.strictly():
         look_back = jax.jit(functools.partial(engram.remember, c))
@@ -118,7 +115,7 @@ def test_it_starts_without_a_convolution_and_its_tables_never_decay():
 def test_tables_are_trained_by_adam_at_five_times_the_learning_rate(kind):
     table = dataclasses.replace(engram.declare(tiny.ENGRAM, 0).table, shape=(3, 4))
     declared = {"table": table, "embed": dataclasses.replace(table, rate=1.0)}
-    transform = optimizer.make(Optimizer(kind=kind, lr=0.1, clip=None), 100, declared)
+    transform = optimizer.make(Optimizer(kind=kind, lr=0.1, clip=None), 100, declared, None)
     weights = {name: jnp.ones((3, 4)) for name in declared}
     grads = {name: jnp.arange(12.0).reshape(3, 4) - 5.5 for name in declared}
     found = transform.update(grads, transform.init(weights), weights)[0]
