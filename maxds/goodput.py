@@ -141,22 +141,23 @@ class Stopwatch:
         begin, named = time.perf_counter(), sum(self._idle.values())
         yield
         inner = sum(self._idle.values()) - named
-        self._idle[kind] = self._idle.get(kind, 0.0) + self._since_end(begin) - inner
+        self._idle[kind] = self._idle.get(kind, 0.0) + self._since_end(time.perf_counter(), begin) - inner
 
-    def _since_end(self, begin: float = 0.0) -> float:
+    def _since_end(self, now: float, begin: float = 0.0) -> float:
         """Seconds since `begin` or the end of the last step, whichever is later; none if that is still under way."""
-        return time.perf_counter() - max(begin, self._end.result()) if self._end.done() else 0.0
+        return max(now - max(begin, self._end.result()), 0.0) if self._end.done() else 0.0
 
-    def take_idle(self) -> dict[str, float]:
-        """Seconds since the end of the last step, by kind; what nobody named is `other`."""
+    def take_idle(self, now: float) -> dict[str, float]:
+        """Seconds from the end of the last step until now, by kind; what nobody named is `other`."""
         named, self._idle = self._idle, {}
-        unnamed = self._since_end() - sum(named.values())
+        unnamed = self._since_end(now) - sum(named.values())
         self.late += named.get("data", 0.0), unnamed
         return named | {"other": named.get("other", 0.0) + unnamed}
 
     def begin_step(self) -> None:
         """Call it right before a step is dispatched."""
-        self._begun = self.take_idle(), time.perf_counter()
+        now = time.perf_counter()
+        self._begun = self.take_idle(now), now
 
     def run_step(self, computed: Any) -> None:
         """Call it right after, with what the step computes."""

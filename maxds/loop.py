@@ -84,7 +84,8 @@ class Loop:
             self.watch.progress(f"step {self.step}, the last")
             with self._stopwatch.idle("checkpoint"):
                 self.saves.save_last(self.state, self.step)
-        self.log.spent(self._stopwatch.take_idle(), time.perf_counter())
+        now = time.perf_counter()
+        self.log.spent(self._stopwatch.take_idle(now), now)
         return self.step == self.config.steps
 
     def _batches(self) -> Iterator[dict[str, jax.Array]]:

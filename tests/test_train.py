@@ -237,6 +237,12 @@ def test_the_default_data_needs_no_download(tmp_path):
     assert rows["tokens"].shape == (16, 32) and rows["tokens"].max() < 257
 
 
+def test_muon_trains_where_there_are_fewer_matrices_than_devices(tmp_path):
+    assert run(tmp_path, "optimizer.kind=muon", "mesh={data: 1, fsdp: 4, expert: 2}", "steps=2") == 0
+    found = losses(tmp_path)
+    assert found[1] < found[0]
+
+
 class Unsteady:
     """A compiled step on machines that, at one call, compute a weight wrongly."""
 
