@@ -36,8 +36,8 @@ def per_token(model: Model, sequence_length: int) -> dict[str, int]:
 
     `projections` are the matmuls around attention, `attention` its scores and weighted sums, and `indexer` both of the
     indexer; `hyper_connections` is what the weights of streams are made by, and `engrams` keys and values of what is
-    looked up. `mtp` holds the MTP layers with the
-    projections that feed them, `mtp_head` their passes through the output head.
+    looked up. `mtp` holds the MTP layers with the projections that feed them, `mtp_head` their passes through the
+    output head.
     """
     hidden, modules = model.hidden_size, model.num_nextn_predict_layers
     layers = [attention(model, ratio, sequence_length) for ratio in model.compress_ratios or (None,)]

@@ -140,7 +140,7 @@ class Loop:
         """
         integrity.check_copies(self.state, self.stepper.mesh.devices, self.step, self.verified)
         self.state, computed = self.program(self.state, batch, self.stepper.rehearsal)
-        self._rehearsed = jax.device_get(computed) | {"applied": None}
+        self._rehearsed = jax.device_get(computed)
         self.watch.progress(f"step {self.step + 1}, for the first time")
 
     def check_rehearsed(self, step: int, found: dict) -> None:
@@ -151,7 +151,8 @@ class Loop:
         """
         rehearsed, self._rehearsed = self._rehearsed, None
         if rehearsed is not None:
-            integrity.check_same(step, rehearsed, found | {"applied": None}, self.verified)
+            first, second = (of_step | {"applied": None} for of_step in (rehearsed, found))
+            integrity.check_same(step, first, second, self.verified)
             self.verified = step
 
     def look_after_saves(self) -> None:

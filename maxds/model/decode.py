@@ -29,9 +29,7 @@ class Decoder:
     """A network and this device's shards of its weights. Build it with `make`, inside `shard_map`."""
 
     network: Network
-    stacks: dict[
-        str, list[tuple[Tree, Tree]]
-    ]  # of kinds of layers: shards, and as `Exchange.quantize` once for all tokens
+    stacks: dict[str, list[tuple[Tree, Tree]]]  # by kind of layer: shards, and these quantized, once for all tokens
     bias: dict[str, jax.Array]  # as `deepseek.router_bias`
     outer: Outer  # as `Network.outer`: gathered once, not for every token
 
@@ -122,7 +120,7 @@ class Decoder:
         x, caches = self.network.enter(self.outer.embed, batch["tokens"]), {}
         context = self.network.context(batch)
         for name, stack in deepseek.stacks(self.network.model).items():
-            members = self.network.members(stack, getattr(self.network.declared, name))
+            members = self.network.members(stack, self.network.declared.stack(name))
             of_turns = self.stacks[name], stack.split(self.bias.get(name)), jnp.arange(stack.count)
             body = self._one_turn(members, context, attend)
             (x, caches[name]), _ = lax.scan(body, (x, cache[name]), of_turns)
@@ -154,8 +152,8 @@ def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Deco
     """Binds a network to this device's shards of its weights."""
     c, stored = network.model, {}
     for name, stack in deepseek.stacks(c).items():
-        members = network.members(stack, getattr(network.declared, name))
-        shards = stack.turns(getattr(weights, name))
+        members = network.members(stack, network.declared.stack(name))
+        shards = stack.turns(weights.stack(name))
         stored[name] = [(s, jax.vmap(m.exchange.quantize)(s)) for s, m in zip(shards, members, strict=True)]
     return Decoder(network, stored, bias, network.outer(weights))
 
