@@ -156,6 +156,9 @@ class Optimizer:
     weight_decay: float = 0.1
     clip: float | None = 1.0  # global gradient norm
     skip_spike: float | None = None  # skip a step whose gradient norm exceeds this multiple of its running mean
+    # QK-Clip: after a step, heads whose largest attention score (as the softmax is given it) exceeded this have their
+    # queries and keys scaled down to it. 100 in Kimi K2. null: none
+    qk_clip: float | None = None
     state_dtype: Dtype = "float32"
     accumulate_steps: int = 1  # the global batch is processed in this many parts
     # Which weights and router biases change: patterns of their paths, as --describe names them, where `*` matches dots
@@ -177,6 +180,7 @@ class Optimizer:
                 self.skip_spike is None or self.skip_spike > 1,
                 f"skip_spike={self.skip_spike} must exceed 1, or be null",
             ),
+            (self.qk_clip is None or self.qk_clip > 0, f"qk_clip={self.qk_clip} must be positive, or null"),
             (self.accumulate_steps > 0, f"accumulate_steps={self.accumulate_steps} must be positive"),
             (bool(self.train), f"train={list(self.train)} leaves nothing to train; name some, such as ['*indexer*']"),
         )
@@ -438,6 +442,11 @@ class Config:
                 loss.router_bias_rate == 0 or model.has_router_bias,
                 f"loss.router_bias_rate={loss.router_bias_rate} needs model.topk_method=noaux_tc, "
                 f"not {model.topk_method}",
+            ),
+            (
+                self.optimizer.qk_clip is None or model.compress_ratios is None,
+                f"optimizer.qk_clip={self.optimizer.qk_clip} is of multi-head latent attention, and "
+                f"model.compress_ratios of V4's, which normalizes its queries: set qk_clip to null",
             ),
             (
                 mesh.expert < 1 or model.n_routed_experts % mesh.expert == 0,

@@ -226,13 +226,14 @@ def _plain(value: Any) -> Any:
 
 
 def _scalars(row: dict[str, Any]) -> dict[str, float | None]:
-    """A step's row as TensorBoard's tags and values; of the imbalance of layers, the highest and the mean."""
+    """A step's row as TensorBoard's tags and values; of what layers have, the highest, of imbalance the mean too."""
     flat = {name: value for name, value in row.items() if not isinstance(value, dict) and name != "step"}
     flat |= {f"{key}/{name}": value for key in ("terms", "spent") for name, value in row.get(key, {}).items()}
     if late := row.get("hosts", {}).get("late"):
         flat |= {"late/max": max(late.values()), "late/median": statistics.median(late.values())}
     for stack, layers in row["imbalance"].items():
         flat |= {f"imbalance/{stack}_max": max(layers), f"imbalance/{stack}_mean": statistics.fmean(layers)}
+    flat |= {f"top_score/{stack}_max": max(layers) for stack, layers in row.get("top_score", {}).items()}
     return flat
 
 

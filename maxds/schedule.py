@@ -62,7 +62,7 @@ class Layer:
     combine: Callable[[Tree], Tree]  # ends the layer; linear
     uncombine: Callable[[dict[str, Tree], Tree], Tree]  # (kept values of one microbatch, dy) -> the transpose, of dy
     pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument
-    observe: Callable[[dict[str, Tree]], Tree]  # metrics read off the kept values of one microbatch
+    observe: Callable[[list[dict[str, Tree]]], Tree]  # metrics read off what the microbatches would keep
     always: tuple[str, ...] = ()  # kept whatever config says: decisions that a replay must not take again
 
 
@@ -94,11 +94,6 @@ Run = Callable[[Sequence[Tree], Sequence[Tree], Microbatches, Sequence[Tree]], t
 def input_name(stage: str) -> str:
     """What config calls the input of a stage."""
     return f"{stage}_input"
-
-
-def total(trees: Sequence[Tree]) -> Tree:
-    """The sum of trees of one structure."""
-    return jax.tree.map(lambda *leaves: sum(leaves[1:], leaves[0]), *trees)
 
 
 # ------------------------------------------------------------------------------------------ plain
@@ -135,7 +130,7 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
 
     def one_layer(xs, stored, given, contexts):
         w = exchange.fetch(*stored)
-        outs, seen = [], []
+        outs, kepts = [], []
         for x, context in zip(xs, contexts, strict=True):
             kept = {}
             for stage in layer.stages:
@@ -143,8 +138,8 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
                 x, more = stage(w[stage.name], x, Given(given, context))
                 kept |= more
             outs.append(layer.combine(x))
-            seen.append(layer.observe(kept))
-        return outs, total(seen)
+            kepts.append(kept)
+        return outs, layer.observe(kepts)
 
     return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
 
@@ -320,7 +315,7 @@ class _Split:
                 w = w | _gather(member.rest, stored[m], i)
                 ahead = self.gather_first(stored, i, m + 1)
                 xs, tape = forward(member.layer, w, [Given(at(given[m], i), c) for c in contexts], xs)
-                seen.append(total([member.layer.observe(_merged(tape, b)) for b in range(len(xs))]))
+                seen.append(member.layer.observe([_merged(tape, b) for b in range(len(xs))]))
                 tapes.append(self.kept(member, tape))
                 w = ahead
             return (xs, w), (tapes, seen)

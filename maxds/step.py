@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from maxds import mesh as mesh_lib
 from maxds import optimizer, params
 from maxds.config import STAGE_NAMES, Config, Loss
-from maxds.model import deepseek, layout
+from maxds.model import attention, deepseek, layout
 from maxds.params import Tree
 
 
@@ -106,18 +106,18 @@ class Stepper:
         Returns:
           The state; metrics: `loss`, `terms` (means), `tokens` (with a target), `grad_norm` (of what is trained),
           `learning_rate`, `imbalance` (stack -> [L]: load of the busiest expert / mean load), `applied`
-          (0 where the step was skipped).
+          (0 where the step was skipped); with `qk_clip`, `top_score` (stack -> [L]: the largest before clipping).
         """
         shares = {name: _share(self.config.loss, name, state.step) for name in mode.terms}
         enabled = Mode({name: on * shares[name] for name, on in mode.terms.items()}, mode.update)
-        grads, sums, counts, load = self.loss_and_grads(state.params, state.router_bias, batch, enabled)
+        grads, sums, counts, seen = self.loss_and_grads(state.params, state.router_bias, batch, enabled)
         norm = optax.tree.norm(jax.tree.map(lambda trained, g: g if trained else None, self.is_trained, grads))
         updates, opt_state = self.transform.update(grads, state.opt_state, state.params)
         new = dataclasses.replace(
             state,
-            params=optax.apply_updates(state.params, updates),
+            params=self._clipped(optax.apply_updates(state.params, updates), seen.top_score),
             opt_state=opt_state,
-            router_bias=state.router_bias | self._balanced(state.router_bias, load, state.step),
+            router_bias=state.router_bias | self._balanced(state.router_bias, seen.load, state.step),
             typical_norm=jnp.where(state.typical_norm == 0, norm, 0.98 * state.typical_norm + 0.02 * norm),
         )
         sound = self._sound(norm, state.typical_norm) & mode.update
@@ -130,15 +130,27 @@ class Stepper:
             "tokens": counts["main"],
             "grad_norm": norm,
             "learning_rate": self._learning_rate(state.step),
-            "imbalance": {stack: _imbalance(counts) for stack, counts in load.items()},
+            "imbalance": {stack: _imbalance(counts) for stack, counts in seen.load.items()},
             "applied": sound,
         }
+        if seen.top_score:
+            metrics["top_score"] = {stack: jnp.max(scores, axis=-1) for stack, scores in seen.top_score.items()}
         return dataclasses.replace(new, step=state.step + mode.update.astype(jnp.int32)), metrics
 
     @functools.cached_property
     def is_trained(self) -> Tree:
         """Whether each weight changes."""
         return optimizer.is_trained(self.config.optimizer, self.network.declared)
+
+    def _clipped(self, weights, top_score):
+        """Weights after a step, by the scores of its batch (`optimizer.qk_clip`)."""
+        limit = self.config.optimizer.qk_clip
+        if limit is None:
+            return weights
+        clipped = layout.map_attention(
+            lambda stack, w: attention.clipped(self.config.model, w, top_score[stack], limit), weights
+        )
+        return jax.tree.map(lambda trained, new, old: new if trained else old, self.is_trained, clipped, weights)
 
     def _balanced(self, bias, load, step):
         """The router biases that change, after the step."""
@@ -161,7 +173,7 @@ class Stepper:
         return finite if spike is None else finite & ((typical == 0) | (norm < spike * typical))
 
     def loss_and_grads(self, weights, bias, batch, mode: Mode):
-        """Gradients (sharded as the weights); sums and counts of each term; expert loads: of the whole global batch."""
+        """Gradients (sharded as the weights); sums and counts of each term; what was seen: of the global batch."""
         spec, batch_spec = params.specs(self.network.declared), mesh_lib.BATCH
         return jax.shard_map(
             self._per_device,
@@ -185,10 +197,9 @@ class Stepper:
             grads, aux = differentiate(weights, bias, batch, scales)
         else:
             batches = jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch)
-            add = functools.partial(jax.tree.map, jnp.add)
 
             def part(total, batch):
-                return add(total, differentiate(weights, bias, batch, scales)), None
+                return _added(total, differentiate(weights, bias, batch, scales)), None
 
             def part_number(i, total):
                 return part(total, jax.tree.map(lambda a: a[i], batches))[0]
@@ -199,8 +210,9 @@ class Stepper:
                 grads, aux = lax.fori_loop(0, _filled(batches["segments"]), part_number, zeros)
             else:
                 (grads, aux), _ = lax.scan(part, zeros, batches)
-        sums, load = lax.psum(aux, mesh_lib.AXES)
-        return grads, sums, counts, load
+        sums, seen = aux
+        sums, load = lax.psum((sums, seen.load), mesh_lib.AXES)
+        return grads, sums, counts, deepseek.Seen(load, lax.pmax(seen.top_score, mesh_lib.AXES))
 
     @functools.cached_property
     def train(self):
@@ -321,6 +333,13 @@ class Stepper:
             return np.pad(shares, empty, constant_values=-1 if name == "targets" else 0).reshape(-1, own.shape[-1])
 
         return {k: jax.make_array_from_process_local_data(sharding, filled(k, v)) for k, v in rows.items()}
+
+
+def _added(total: Tree, part: Tree) -> Tree:
+    """Gradients, sums and what was seen of a part of the batch, to those of the parts before."""
+    (grads, (sums, seen)), (more_grads, (more_sums, more_seen)) = total, part
+    added = jax.tree.map(jnp.add, (grads, sums), (more_grads, more_sums))
+    return added[0], (added[1], seen.joined(more_seen))
 
 
 def _filled(segments: jax.Array) -> jax.Array:

@@ -210,6 +210,11 @@ def test_the_batch_splits_into_two_microbatches_on_every_device_it_is_sized_for(
     assert config.model.n_routed_experts % mesh.expert == 0
 
 
+def test_v4_has_no_queries_to_clip():
+    with pytest.raises(loader.ConfigError, match="is of multi-head latent attention"):
+        load("deepseek4-284b", "optimizer.qk_clip=100")
+
+
 def test_the_quickstart_needs_no_download_and_no_accelerator():
     config, _ = load("quickstart")
     assert (config.data.sources[0].path, config.data.tokenizer, config.mesh.cpu_devices) == (("stdlib",), "bytes", 8)
@@ -241,6 +246,7 @@ def test_the_quickstart_needs_no_download_and_no_accelerator():
         (["model.hc_sinkhorn_iters=null", "model.hc_mult=6", "model.num_nextn_predict_layers=0", "loss.mtp=0"],
          "override model.hc_mult=6: model: hc_mult=6 streams have 720 permutations; with "
          "hc_sinkhorn_iters null there may be 5 streams at most"),
+        (["optimizer.qk_clip=0"], "override optimizer.qk_clip=0: optimizer: qk_clip=0.0 must be positive, or null"),
         (["checkpoint.rollback_steps=5000"],
          "override checkpoint.rollback_steps=5000: checkpoint: rollback_steps=5000 may go further back than the oldest "
          "checkpoint: keep_last=2 of every_steps=100 reach 101 steps for certain; raise keep_last, or set keep_every"),

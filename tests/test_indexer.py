@@ -144,7 +144,7 @@ def close(found, expected):
 @pytest.mark.usefixtures("_blocks")
 def test_attention_is_softmax_attention_to_the_selected_keys():
     def attended(*inputs):
-        out, (_, lse) = attend(*inputs)
+        out, (_, lse), _ = attend(*inputs)
         return out, lse
 
     close(learned(attended), expected())
@@ -152,7 +152,7 @@ def test_attention_is_softmax_attention_to_the_selected_keys():
 
 def test_replayed_attention_to_selected_keys_does_only_the_work_of_its_gradient():
     *inputs, dout = qkv()
-    _, kept = attend(*inputs)
+    _, kept, _ = attend(*inputs)
     once, again = (jax.vjp(lambda *a, kept=k: attend(*a, kept)[0], *inputs) for k in (None, kept))
     jax.tree.map(np.testing.assert_array_equal, (again[0], again[1](dout)), (once[0], once[1](dout)))
     replay = jaxprs.live(lambda *a: jax.vjp(lambda *b: attend(*b, kept)[0], *a)[1](dout), *inputs)

@@ -9,7 +9,7 @@ import jaxprs
 import numpy as np
 import pytest
 
-from maxds.model import kernels, tpu
+from maxds.model import kernels, sparse, tpu
 
 # -------------------------------------------------------------------------------------- attention
 
@@ -50,9 +50,24 @@ def test_attention_is_softmax_attention_whatever_the_block_and_span(query_block,
     assert_close(found, gradients(lambda q, k, v: naive_attention(q, k, v, segments), q, k, v, dout))
 
 
+@pytest.mark.parametrize("which", ["all", "selected"])
+def test_the_largest_score_of_each_head_is_told_but_not_of_padding(which, monkeypatch):
+    monkeypatch.setattr(kernels, "LEAST_SPAN", 1)
+    q, k, v, segments, _ = attention_inputs()
+    q[:, 1] -= 4 * np.sign(k[:, 1].sum((0, 1)))  # a head whose scores may all be negative
+    q[0, :, -1] *= 1e3  # padding
+    seen = np.asarray((segments[:, :, None] == segments[:, None, :]) & np.tril(np.ones((12, 12), bool)))
+    if which == "selected":
+        seen &= np.eye(12, dtype=bool) | (np.random.default_rng(1).random(seen.shape) < 0.3)
+    selected = None if which == "all" else sparse.pack(jnp.asarray(seen), 12)
+    scores = np.where((seen & (segments > 0)[:, :, None])[:, None], np.einsum("bnqh,bnkh->bnqk", q, k), 0)
+    *_, top = kernels.attention(q, k, v, segments, None, selected, scored=True)
+    assert_close(top, scores.max((0, 2, 3)))
+
+
 def test_replayed_attention_has_the_same_gradients_to_the_bit():
     q, k, v, segments, dout = attention_inputs()
-    _, kept = kernels.attention(q, k, v, segments)
+    _, kept, _ = kernels.attention(q, k, v, segments)
     once = gradients(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v, dout)
     again = gradients(lambda q, k, v: kernels.attention(q, k, v, segments, kept)[0], q, k, v, dout)
     jax.tree.map(np.testing.assert_array_equal, again, once)
@@ -64,7 +79,7 @@ def test_replayed_attention_does_none_of_the_work_of_the_forward_pass():
     def both(q, k, v, dout, kept=None):
         return gradients(lambda q, k, v: kernels.attention(q, k, v, segments, kept)[0], q, k, v, dout)[1]
 
-    _, kept = kernels.attention(q, k, v, segments)
+    _, kept, _ = kernels.attention(q, k, v, segments)
     forward = jaxprs.count(jaxprs.live(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v))
     step, replay = (jaxprs.count(jaxprs.live(both, q, k, v, dout, *more)) for more in ((), (kept,)))
     assert (forward["dot_general"], forward["exp"]) == (2, 2)  # scores, output; log-sum-exp, weights
@@ -97,10 +112,12 @@ def test_attention_on_tpu_is_that_on_cpu(monkeypatch):
     rng = np.random.default_rng(0)
     q, k, v, dout = (rng.standard_normal((2, 2, 256, size), np.float32) for size in (24, 24, 16, 16))
     segments = np.sort(rng.integers(0, 4, (2, 256), np.int32))
-    for name in ("attend_row", "attend_row_backward"):
+    for name in ("attend_row", "attend_row_scored", "attend_row_backward"):
         monkeypatch.setattr(tpu, name, functools.partial(getattr(tpu, name), interpret=True))
-    out, (_, lse) = kernels.attention(q, k, v, segments)
-    assert_close(tpu.attend(*map(jnp.asarray, (q, k, v, segments))), (out, lse))
+    out, (_, lse), _ = kernels.attention(q, k, v, segments)
+    on_tpu = functools.partial(tpu.attend, *map(jnp.asarray, (q, k, v, segments)))
+    assert_close(on_tpu(scored=False)[:2], (out, lse))
+    assert_close(on_tpu(scored=True), kernels._attend(q, k, v, segments, True))
     expected = kernels._attend_backward(q, k, v, segments, (out, lse), dout)
     assert_close(tpu.attend_backward(*map(jnp.asarray, (q, k, v, segments)), (out, lse), dout), expected)
 

@@ -189,7 +189,8 @@ def test_scalars_reach_tensorboard(tmp_path):
         log.start(0, "cpu", 1)
         late = {"process 0 on a": 0.5, "process 1 on b": 2.0, "process 2 on c": 1.0}
         hosts = {"late": late, "straggler": "process 1 on b"}
-        log.step(1, values(hosts=hosts, **log.spent({"data": 0.125, "step": 0.375}, time.perf_counter(), step=1)), 0.5)
+        more = {"hosts": hosts, "top_score": {"moe_layers": np.array([20, 30], np.float32)}}
+        log.step(1, values(**more, **log.spent({"data": 0.125, "step": 0.375}, time.perf_counter(), step=1)), 0.5)
         log.step(2, values(np.nan), 0.5)
         log.eval(2, {"main": np.float32(2.25)})
     found = {(step, tag): value for step, tag, value in events(tmp_path / "tensorboard")}
@@ -200,6 +201,7 @@ def test_scalars_reach_tensorboard(tmp_path):
     assert 0 < found[1, "goodput"] < 1
     assert found[1, "imbalance/moe_layers_max"] == 1.5
     assert found[1, "imbalance/moe_layers_mean"] == 1.375
+    assert found[1, "top_score/moe_layers_max"] == 30
     assert found[2, "eval/main"] == 2.25
     assert {"terms/mtp_1", "grad_norm", "learning_rate", "tokens_per_second"} <= {tag for _, tag in found}
 

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import numpy as np
+import oracle
 import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
@@ -12,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 from maxds import mesh as mesh_lib
 from maxds import optimizer, step
 from maxds.config import LossChange, Mesh, SmallerBatch
-from maxds.model import moe
+from maxds.model import layout, moe
 
 CONFIG = tiny.config(tiny.V3, "batch_split", (2, 2, 2), optimizer={"skip_spike": 100.0, "clip": None})
 STEPPER = functools.partial(tiny.stepper, CONFIG)
@@ -172,6 +173,89 @@ def test_after_the_steps_that_config_names_terms_and_rate_have_the_weights_that_
     assert any(bias.any() for bias in arrays(found.router_bias)) == (number < 3)
 
 
+# ------------------------------------------------------------------------------------------- QK-Clip
+
+LIMIT = 3.0
+CLIPPED = {"qk_clip": LIMIT, "lr": 1e-30, "weight_decay": 0.0}  # nothing else changes weights
+SHALLOW = dataclasses.replace(tiny.V3, num_hidden_layers=2)  # a dense layer, an MoE layer and an MTP module
+ALONE = tiny.config(SHALLOW, optimizer=CLIPPED)
+SPREAD = tiny.config(SHALLOW, "batch_split", (1, 2, 2), optimizer=CLIPPED | {"accumulate_steps": 2})
+
+
+def top_scores(config, weights=None):
+    drawn, bias, batch = tiny.inputs(config)
+    unbiased, mode = jax.tree.map(lambda b: 0 * b, bias), tiny.stepper(config).training
+    with tiny.strictly():
+        found = tiny.loss_and_grads(config)(weights or drawn, unbiased, batch, mode)[3]
+    return jax.device_get(found.top_score)
+
+
+def attentions(weights):
+    """Stack -> the weights of its attention."""
+    found = {}
+    layout.map_attention(lambda stack, w: found.setdefault(stack, w), weights)
+    return found
+
+
+def expected_top_scores(weights):
+    """Of the first layer, [N]."""
+    c, y, rows = SHALLOW, SHALLOW.rope_scaling, tiny.batch()
+    scale = c.qk_head_dim**-0.5 * oracle.temperature(y.factor, y.mscale_all_dim) ** 2
+    w = jax.tree.map(lambda a: np.float64(a[0]), weights.dense_layers["attention"])
+    top = np.zeros(c.num_attention_heads)
+    for tokens, segments, positions in zip(rows["tokens"], rows["segments"], rows["positions"], strict=True):
+        x = oracle.norm(np.float64(weights.embed)[tokens], w.norm, c.rms_norm_eps)
+        source = oracle.norm(x @ w.q_down, w.q_norm, c.rms_norm_eps)
+        latent = oracle.norm(x @ w.kv_down, w.kv_norm, c.rms_norm_eps)
+        shared = x @ w.k_rope
+        for head in range(c.num_attention_heads):
+            q, k = source @ w.q_up[:, head], np.concatenate([latent @ w.k_up[:, head], shared], -1)
+            for part in (q, k):
+                part[:, c.qk_nope_head_dim :] = [
+                    oracle.rotate(c, a, int(p)) for a, p in zip(part[:, c.qk_nope_head_dim :], positions, strict=True)
+                ]
+            seen = (segments[:, None] == segments) & (segments > 0) & np.tri(len(tokens), dtype=bool)
+            top[head] = max(top[head], (q @ k.T * scale)[seen].max(initial=0))
+    return top
+
+
+def test_the_largest_scores_are_those_of_the_definition_on_one_device_and_on_many():
+    alone, spread = top_scores(ALONE), top_scores(SPREAD)
+    np.testing.assert_allclose(alone["dense_layers"][0], expected_top_scores(tiny.weights(SHALLOW)), rtol=1e-6)
+    assert {name: scores.shape for name, scores in alone.items()} == dict.fromkeys(
+        ("dense_layers", "moe_layers", "mtp"), (1, SHALLOW.num_attention_heads)
+    )
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), spread, alone)
+
+
+def test_after_a_step_no_score_of_a_clipped_head_exceeds_the_limit_and_other_heads_are_as_they_were():
+    state, before = tiny.state(SPREAD), top_scores(SPREAD)
+    old = jax.device_get(state.params)
+    after, metrics = tiny.stepper(SPREAD).train(state, tiny.inputs(SPREAD)[2], tiny.stepper(SPREAD).training)
+    first = before["dense_layers"][0]  # whose input is as before
+    assert (first > LIMIT).any() and (first < LIMIT).any()
+    found = top_scores(SPREAD, after.params)["dense_layers"][0]
+    np.testing.assert_allclose(found, np.minimum(first, LIMIT), rtol=1e-5)
+    np.testing.assert_allclose(metrics["top_score"]["dense_layers"], [first.max()], rtol=1e-6)
+    for stack, w in attentions(jax.device_get(after.params)).items():
+        factor, of_old = LIMIT / np.maximum(before[stack], LIMIT), attentions(old)[stack]
+        np.testing.assert_allclose(w.k_up, of_old.k_up * np.sqrt(factor)[:, None, :, None], rtol=1e-6)
+        np.testing.assert_array_equal(w.v_up, of_old.v_up)
+
+
+def test_frozen_weights_are_not_clipped():
+    config = tiny.config(SHALLOW, optimizer=CLIPPED | {"train": ("*k_up",)})
+    weights, top = tiny.weights(SHALLOW), {k: v + 1 for k, v in top_scores(ALONE).items()}
+    found = tiny.stepper(config)._clipped(weights, top)
+    for w, old in zip(attentions(found).values(), attentions(weights).values(), strict=True):
+        np.testing.assert_array_equal(w.q_up, old.q_up)
+        assert (np.asarray(w.k_up) != old.k_up).any()
+
+
+def test_each_stack_s_attention_is_known_by_the_stack_s_name():
+    assert attentions(layout.declare(tiny.ENGRAM)).keys() == layout.stacks(tiny.ENGRAM).keys()
+
+
 # --------------------------------------------------------------------------------------- router bias
 
 
@@ -188,7 +272,7 @@ def expected_load(stack):
     unbiased = jax.tree.map(lambda b: 0 * b, bias)
     mode = tiny.stepper(tiny.config()).training
     with tiny.strictly():  # as in tiny.outcome, so that it is the same program
-        return np.asarray(tiny.loss_and_grads(tiny.config())(weights, unbiased, batch, mode)[3][stack])
+        return np.asarray(tiny.loss_and_grads(tiny.config())(weights, unbiased, batch, mode)[3].load[stack])
 
 
 def test_router_bias_balances_a_router_that_does_not_learn():

@@ -21,7 +21,7 @@ from maxds import params, step
 from maxds.architecture import OVERLAPPED, Model, RopeScaling
 from maxds.config import Config
 from maxds.data.packing import pack
-from maxds.model import layout
+from maxds.model import deepseek, layout
 
 ROWS, LENGTH = 16, 12
 
@@ -223,7 +223,11 @@ class Outcome(NamedTuple):
     grads: layout.Weights
     sums: dict[str, np.ndarray]
     counts: dict[str, np.ndarray]
-    load: dict[str, np.ndarray]
+    seen: deepseek.Seen
+
+    @property
+    def load(self) -> dict[str, np.ndarray]:
+        return self.seen.load
 
 
 @functools.lru_cache(maxsize=16)  # a program takes 2,000 of the 65,530 mappings that Linux grants a process

@@ -136,25 +136,50 @@ def attend_to(c: Model, w: Attention, x: Stream, rope: Tree, read: Callable) -> 
     return residual.add(x, matmul("bnsv,ndv->bsd", out, w.out)), more
 
 
-def attend(c: Model, w: Attention, x: Stream, given: Given, kept: dict | None = None) -> tuple[Stream, dict]:
+def attend(
+    c: Model, scored: bool, w: Attention, x: Stream, given: Given, kept: dict | None = None
+) -> tuple[Stream, dict]:
     """The stage: the stream with the attention of its tokens. Keeps the kernel's output and log-sum-exp.
 
-    With an indexer it also keeps the selection, so that it never differs, beside the indexer's loss.
+    With an indexer it also keeps the selection, so that it never differs, beside the indexer's loss. If `scored`, it
+    tells the largest score of each head [N], for `clipped`.
     """
     segments, kept = given.tokens.segments, kept or {}
 
     def read(q: jax.Array, cached: tuple, index: Index | None):
         k, v = expanded(w, cached)
         if index is None:
-            out, attention = kernels.attention(q, k, v, segments, kept.get("attention"))
-            return out, {"attention": attention}
+            out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), scored=scored)
+            return out, {"attention": attention, "top_score": top}
         selected, loss = kept.get("selection") or (indexer.select(c, index, segments), None)
-        out, attention = kernels.attention(q, k, v, segments, kept.get("attention"), selected)
+        out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), selected, scored)
         attended = indexer.Attended(q, k, attention[1], selected, segments)
         loss = indexer.divergence(index, attended, loss)
-        return out, {"attention": attention, "selection": (selected, loss)}
+        return out, {"attention": attention, "selection": (selected, loss), "top_score": top}
 
     x, found = attend_to(c, w, x, given.tokens.rope, read)
     if "selection" in found:
         x = dataclasses.replace(x, indexer=x.indexer + found["selection"][1])
     return x, found
+
+
+def clipped(c: Model, w: Attention, top: jax.Array, limit: float) -> Attention:
+    """QK-Clip: makes scores that exceed the limit as large as it is (Kimi K2, arXiv 2507.20534, algorithm 1).
+
+    The rotated key belongs to all heads, and stays. So a head's other queries and keys bear the root of the factor
+    each, and its rotated queries the whole of it.
+
+    Args:
+      w: of stacked layers.
+      top: float32 [L N], the largest score of each head.
+      limit: tau.
+    """
+    factor = limit / jnp.maximum(top, limit)
+    root = jnp.sqrt(factor)
+    of_rope = jnp.repeat(factor[..., None], c.qk_rope_head_dim, -1)
+    of_query = jnp.concatenate([jnp.repeat(root[..., None], c.qk_nope_head_dim, -1), of_rope], -1)
+
+    def scaled(weight: jax.Array, by: jax.Array) -> jax.Array:
+        return (weight * by[:, None]).astype(weight.dtype)
+
+    return dataclasses.replace(w, q_up=scaled(w.q_up, of_query), k_up=scaled(w.k_up, root[..., None]))

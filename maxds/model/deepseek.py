@@ -45,6 +45,19 @@ class Context:
     far_rope: ops.RopeTable | None  # that of layers that compress; None without
 
 
+@flax.struct.dataclass
+class Seen:
+    """What weights change by beside the gradient, of each stack."""
+
+    load: dict[str, jax.Array]  # [L E] int32: how many tokens chose each expert
+    top_score: dict[str, jax.Array]  # [L N] float32: the largest score of each head, or 0; empty without `qk_clip`
+
+    def joined(self, other: "Seen") -> "Seen":
+        """Of both batches."""
+        load = jax.tree.map(jnp.add, self.load, other.load)
+        return Seen(load, jax.tree.map(jnp.maximum, self.top_score, other.top_score))
+
+
 @dataclasses.dataclass(frozen=True)
 class Network:
     """The model bound to its config: what the step, evaluation and sampling call inside `shard_map`."""
@@ -97,14 +110,20 @@ class Network:
     def layer(self, kind: Kind) -> schedule.Layer:
         """A dense or an MoE layer."""
         c = self.model
-        attend = functools.partial(attention.attend, c)
+        scored = self.config.optimizer.qk_clip is not None
+        attend = functools.partial(attention.attend, c, scored)
         if kind.ratio is not None:
             attend = functools.partial(compressed.attend, c, kind.ratio)
         attend = schedule.Stage("attention", attend)
+
+        def observe(kepts: list[dict]) -> dict:
+            of_scores = {"top_score": functools.reduce(jnp.maximum, [k["top_score"] for k in kepts])} if scored else {}
+            return of_scores if kind.dense else {"load": sum(moe.load(c, k["routing"][0]) for k in kepts)} | of_scores
+
         if kind.dense:
             mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
             return schedule.Layer(
-                (attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=lambda kept: {}, always=("selection",)
+                (attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=observe, always=("selection",)
             )
         capacity = self.config.schedule.capacity
         dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, capacity, self.float8))
@@ -114,7 +133,7 @@ class Network:
             combine=functools.partial(moe.combine, c, self.float8),
             uncombine=functools.partial(moe.uncombine, c, capacity, self.float8),
             pending=functools.partial(moe.pending, c, capacity),
-            observe=lambda kept: {"load": moe.load(c, kept["routing"][0])},
+            observe=observe,
             always=("selection", "routing"),
         )
 
@@ -129,18 +148,17 @@ class Network:
         return residual.enter(self.model, self.embed(table, tokens))
 
     def trunk(self, weights: Weights, bias: dict, table: jax.Array, batches: Sequence[dict]):
-        """All layers of the main model on microbatches -> streams before the final norm, {stack: expert load [L E]}."""
+        """All layers of the main model on microbatches -> streams before the final norm, stack -> what was seen."""
         contexts = [self.context(b) for b in batches]
-        xs, loads = [self.enter(table, b["tokens"]) for b in batches], {}
+        xs, seen = [self.enter(table, b["tokens"]) for b in batches], {}
         found = {i: self.look_up(i, weights, bias["engrams"], contexts) for i in self.model.engram_layer_ids}
         for name, stack in layout.stacks(self.model).items():
             if stack.engram is not None:
                 xs = self.remember(stack.engram, weights, xs, found[stack.engram], contexts)
             with jax.named_scope(name):
                 chain = self.chain(stack, self.declared.stack(name))
-                xs, seen = chain(weights.stack(name), bias.get(name), xs, contexts)
-            loads |= {name: seen["load"]} if "load" in seen else {}
-        return xs, contexts, loads
+                xs, seen[name] = chain(weights.stack(name), bias.get(name), xs, contexts)
+        return xs, contexts, seen
 
     def look_up(self, layer: int, weights: Weights, classes: jax.Array, contexts: Sequence[Context]) -> list[jax.Array]:
         """What the Engram of a layer has of the tokens of each microbatch, [B S engram_dim]."""
@@ -198,9 +216,9 @@ class Network:
         return Context(batch["tokens"], segments, positions, near, scaled)
 
     def mtp(self, weights: Mtp, bias, outer, xs, contexts, batches):
-        """The MTP modules: of each depth, its head norm, streams and targets by microbatch; expert loads [depths E]."""
+        """The MTP modules: of each depth, its head norm, streams and targets by microbatch; what was seen in all."""
         table, norm = outer
-        found, loads = [], []
+        found, seen = [], []
         targets = [b["targets"] for b in batches]
         declared = self.declared.mtp
         chain, entry = (
@@ -214,12 +232,12 @@ class Network:
             present = [self._only_before(t, c) for t, c in zip(targets, contexts, strict=True)]
             layer, layer_bias = jax.tree.map(lambda a, i=depth: a[i : i + 1], (weights.layer, bias))
             with jax.named_scope("mtp"):
-                xs, seen = chain(layer, layer_bias, xs, present)
+                xs, of_depth = chain(layer, layer_bias, xs, present)
             targets = [shift(t, b["segments"]) for t, b in zip(targets, batches, strict=True)]
             norm = w.head_norm
             found.append((norm, xs, targets))
-            loads.append(seen["load"])
-        return found, jnp.concatenate(loads)
+            seen.append(of_depth)
+        return found, jax.tree.map(lambda *of_depths: jnp.concatenate(of_depths), *seen)
 
     def _enter_mtp(self, w: Mtp, table, norm, x: Stream, ahead: jax.Array) -> Stream:
         """Joins what the head before was given with the embedding of the next token, `ahead` [B S] (V3, eq. 21)."""
@@ -258,17 +276,17 @@ class Network:
           scales: what each term's sum is multiplied by: its coefficient / its global weight.
 
         Returns:
-          sum of scale * sum over the terms; {term: sum}, {stack: expert load [L E] int32}.
+          sum of scale * sum over the terms; {term: sum}, what was seen.
         """
         table, hyper, norm, head = self.outer(weights)
         batches = self.split(batch)
-        xs, contexts, loads = self.trunk(weights, bias, table, batches)
+        xs, contexts, seen = self.trunk(weights, bias, table, batches)
         head_loss = functools.partial(self._head_loss, head)
         hs = [residual.leave(self.model, hyper, x) for x in xs]
         total, sums = head_loss(norm, hs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
         terms: dict[str, Any] = {"main": sums["nll"], "z_loss": sums["z"]}
         if weights.mtp is not None:
-            found, loads["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), (table, norm), xs, contexts, batches)
+            found, seen["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), (table, norm), xs, contexts, batches)
             for depth, (norm, xs, targets) in enumerate(found):
                 term = mtp_term(depth)
                 more, sums = head_loss(norm, [x.h for x in xs], targets, (scales[term], jnp.zeros(())))
@@ -276,7 +294,8 @@ class Network:
         for name in ("balance", "indexer") if self.model.index_topk else ("balance",):
             terms[name] = sum(getattr(x, name) for x in xs)  # the last streams carry that of all layers, MTP's too
             total += scales[name] * terms[name]
-        return total, (jax.tree.map(lax.stop_gradient, terms), loads)
+        by_name = ({k: of[name] for k, of in seen.items() if name in of} for name in ("load", "top_score"))
+        return total, (jax.tree.map(lax.stop_gradient, terms), Seen(*by_name))
 
     def _head_loss(self, head, norm, hs, targets, weights):
         h = jnp.concatenate([h.reshape(-1, h.shape[-1]) for h in hs])

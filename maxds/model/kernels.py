@@ -5,11 +5,13 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 
 | kernel         | CPU                        | GPU                        | TPU                                       |
 |----------------|----------------------------|----------------------------|-------------------------------------------|
-| attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128            |
+| attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128 [1]        |
 | to selected    | XLA, by tiles              | XLA, by tiles              | XLA, by tiles                             |
 | to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | XLA, by blocks of queries                 |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
+
+[1] tokamax's forward pass of it where the largest scores are asked for.
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """
@@ -49,7 +51,8 @@ def attention(
     segments: jax.Array,
     kept: tuple[jax.Array, jax.Array] | None = None,
     selected: jax.Array | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    scored: bool = False,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
     """Causal attention within documents.
 
     Args:
@@ -59,34 +62,40 @@ def attention(
       segments: [B S] int32; a query sees the keys of its own segment.
       kept: what an earlier call returned as kept; the forward pass is then not computed.
       selected: as `sparse.pack`, [B S ceil(S / 8)]: the keys that it attends to among these; None: to all.
+      scored: whether the largest scores are asked for.
 
     Returns:
-      The output [B N S Hv], and what to keep of it: (output, log-sum-exp of the scores [B N S] float32).
+      The output [B N S Hv]; what to keep of it: (output, log-sum-exp of the scores [B N S] float32); if `scored` and
+      nothing was kept, the largest score of each head [N] float32, not of padding, and 0 where it is negative.
     """
-    out, lse = _attention(q, k, v, (segments, selected), kept)
-    return out, (out, lse)
+    out, lse, top = _attention(scored, q, k, v, (segments, selected), kept)
+    if top is not None:
+        real = jnp.where(segments[:, None] > 0, lax.stop_gradient(top), 0)
+        top = jnp.max(real, axis=(0, 2), initial=0)
+    return out, (out, lse), top
 
 
-@jax.custom_vjp
-def _attention(q, k, v, which, kept):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attention(scored, q, k, v, which, kept):
+    """The output, the log-sum-exp, and of each query the largest score [B N S], or None."""
     if kept is not None:
-        return kept
+        return *kept, None
     segments, selected = which
     if selected is not None:
-        return sparse.attend(q, k, v, selected)
+        return sparse.attend(q, k, v, selected, scored)
     attend = tpu.attend if _is_for_splash(q) else _attend
-    return attend(q, k, v, segments)
+    return attend(q, k, v, segments, scored)
 
 
-def _attention_forward(q, k, v, which, kept):
-    out, lse = _attention(q, k, v, which, kept)
+def _attention_forward(scored, q, k, v, which, kept):
+    out, lse, top = _attention(scored, q, k, v, which, kept)
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
-    return (out, lse), (q, k, v, which, kept, out, lse)
+    return (out, lse, top), (q, k, v, which, kept, out, lse)
 
 
-def _attention_backward(residuals, cotangents):
+def _attention_backward(_scored, residuals, cotangents):
     q, k, v, (segments, selected), kept, out, lse = residuals
-    dout, _ = cotangents
+    dout, *_ = cotangents
     if selected is not None:
         found = sparse.attend_backward(q, k, v, selected, (out, lse), dout)
     else:
@@ -182,27 +191,26 @@ def _scores(q, k, segments_q, segments, first):
     return jnp.where(visible(segments_q, tokens(segments), first)[:, None], scores, -jnp.inf)
 
 
-def _attend(q, k, v, segments):
+def _attend(q, k, v, segments, scored):
     found = []
     for start, end in spans(q.shape[2]):
         k_seen, v_seen = k[:, :, :end], v[:, :, :end]
-        found.append(_attend_span(start, q[:, :, start:end], k_seen, v_seen, segments[:, :end]))
-    out, lse = zip(*found, strict=True)
-    return jnp.concatenate(out, 2), jnp.concatenate(lse, 2)
+        found.append(_attend_span(start, q[:, :, start:end], k_seen, v_seen, segments[:, :end], scored))
+    return jax.tree.map(lambda *of_spans: jnp.concatenate(of_spans, 2), *found)
 
 
-def _attend_span(start, q, k, v, segments):
+def _attend_span(start, q, k, v, segments, scored):
     def block(args):
         q, segments_q, first = args
         scores = _scores(q, k, segments_q, segments, first)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)  # to the bit those of the backward pass
-        return jnp.einsum("bnqk,bnkh->bnqh", weights, v), lse
+        return jnp.einsum("bnqk,bnkh->bnqh", weights, v), lse, jnp.max(scores, axis=-1) if scored else None
 
     queries = blocks(q, 2)
     firsts = start + jnp.arange(len(queries)) * queries.shape[3]
-    out, lse = lax.map(block, (queries, blocks(segments[:, start:], 1), firsts))
-    return joined([out], 2), joined([lse], 2)
+    found = lax.map(block, (queries, blocks(segments[:, start:], 1), firsts))
+    return jax.tree.map(lambda of_blocks: joined([of_blocks], 2), found)
 
 
 def _attend_backward(q, k, v, segments, kept, dout):

@@ -6,6 +6,7 @@ What Engram adds to the residual stream, it adds between two stacks: the layers 
 """
 
 import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import flax.struct
@@ -50,6 +51,18 @@ class Weights:
     def stack(self, name: str) -> Tree:
         """The layers of one of `stacks`."""
         return getattr(self, name) if name in STACKS else self.cut_layers[name]
+
+
+def map_attention(fn: Callable[[str, Tree], Tree], weights: Weights) -> Weights:
+    """The weights, with fn(stack, attention) in place of each stack's attention."""
+
+    def one(path, part: Tree) -> Tree:
+        if not isinstance(part, attention.Attention):
+            return part
+        first, second, *_ = (jax.tree_util.keystr((key,), simple=True) for key in path)
+        return fn(second if first == "cut_layers" else first, part)
+
+    return jax.tree.map_with_path(one, weights, is_leaf=lambda part: isinstance(part, attention.Attention))
 
 
 class Kind(NamedTuple):

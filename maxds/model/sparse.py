@@ -45,7 +45,7 @@ def tiles(length: int) -> Tiles:
     return Tiles(rows, keys, run, np.array(firsts, np.int32))
 
 
-def attend(q: Array, k: Array, v: Array, selected: Array) -> tuple[Array, Array]:
+def attend(q: Array, k: Array, v: Array, selected: Array, scored: bool = False) -> tuple[Array, Array, Array | None]:
     """Attention of queries to their selected keys, of which each has one.
 
     Args:
@@ -53,16 +53,17 @@ def attend(q: Array, k: Array, v: Array, selected: Array) -> tuple[Array, Array]
       k: [B N S H].
       v: [B N S Hv].
       selected: as `pack`, [B S ceil(S / 8)].
+      scored: whether the largest scores are asked for.
 
     Returns:
-      The output [B N S Hv], and the log-sum-exp of the scores [B N S] float32.
+      The output [B N S Hv], the log-sum-exp of the scores [B N S] float32, and if `scored` the largest of them.
     """
     t = tiles(q.shape[2])
     k, v = _padded(k, t), _padded(v, t)
     of_rows = (*q.shape[:2], t.rows)
 
     def one(carry, firsts):
-        (top, total, summed), out, lse = carry
+        (top, total, summed), out, lse, tops = carry
         first, key = firsts
         scores = _scores(t, _rows(q, first, t.rows), _rows(k, key, t.keys), selected, firsts)
         top, total, summed = (jnp.where(key == 0, fresh, x) for fresh, x in ((LOWEST, top), (0, total), (0, summed)))
@@ -74,12 +75,14 @@ def attend(q: Array, k: Array, v: Array, selected: Array) -> tuple[Array, Array]
         divided = summed / jnp.maximum(total, jnp.finfo(jnp.float32).tiny)[..., None]  # the last tile's is the result
         out = lax.dynamic_update_slice_in_dim(out, divided.astype(out.dtype), first, 2)
         lse = lax.dynamic_update_slice_in_dim(lse, new_top + jnp.log(total), first, 2)
-        return ((new_top, total, summed), out, lse), None
+        tops = lax.dynamic_update_slice_in_dim(tops, new_top, first, 2) if scored else None
+        return ((new_top, total, summed), out, lse, tops), None
 
     running = jnp.zeros(of_rows), jnp.zeros(of_rows), jnp.zeros((*of_rows, v.shape[3]))
-    start = running, jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), jnp.zeros(q.shape[:3])
-    (_, out, lse), _ = lax.scan(one, start, _each(t))
-    return out, lse
+    of_queries = jnp.zeros(q.shape[:3])
+    start = running, jnp.zeros((*q.shape[:3], v.shape[3]), v.dtype), of_queries, of_queries if scored else None
+    (_, out, lse, tops), _ = lax.scan(one, start, _each(t))
+    return out, lse, tops
 
 
 def attend_backward(

@@ -30,9 +30,11 @@ class KernelError(RuntimeError):
     """A kernel does not run with the libraries installed."""
 
 
-def attend(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array]:
-    """As `kernels.attention` without kept values: the output, and the log-sum-exp."""
-    return jax.vmap(attend_row)(q, k, v, segments)
+def attend(q: Array, k: Array, v: Array, segments: Array, scored: bool) -> tuple[Array, Array, Array | None]:
+    """As `kernels.attention` without kept values: output, log-sum-exp, and if `scored` each query's largest score."""
+    if scored:
+        return jax.vmap(attend_row_scored)(q, k, v, segments)
+    return *jax.vmap(attend_row)(q, k, v, segments), None
 
 
 def attend_backward(
@@ -48,6 +50,22 @@ def attend_row(q: Array, k: Array, v: Array, segments: Array, *, interpret: bool
     return out, lse
 
 
+def attend_row_scored(
+    q: Array, k: Array, v: Array, segments: Array, *, interpret: bool = False
+) -> tuple[Array, Array, Array]:
+    """As `attend_row`, and the largest score of each query [N S]: by tokamax's kernel, which tells it."""
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_kernel as kernel  # takes seconds
+    from tokamax._src.ops.experimental.tpu.splash_attention import splash_attention_mask as mask
+
+    length = q.shape[1]
+    block = _block(length)
+    config = kernel.SplashConfig(block, block, block, use_base2_exp=False, interpret=interpret)
+    causal = mask.CausalMask((length, length))
+    attend = kernel.make_splash_mha_single_device(causal, config=config, save_residuals=True)
+    out, stats = attend(q, k, v, kernel.SegmentIds(segments, segments))
+    return out, stats["logsumexp"], stats["max_logits"]
+
+
 def attend_row_backward(
     q: Array, k: Array, v: Array, segments: Array, kept: tuple[Array, Array], dout: Array, *, interpret: bool = False
 ) -> tuple[Array, Array, Array]:
@@ -60,7 +78,7 @@ def attend_row_backward(
 
 
 def _splash(heads: int, length: int, interpret: bool):
-    block = max(size for size in (128, 256, 512, MOST_ROWS) if length % size == 0)
+    block = _block(length)
     return make_splash_mha_single_device(
         splash_attention_mask.MultiHeadMask([CausalMask((length, length))] * heads),
         block_sizes=BlockSizes(
@@ -76,6 +94,11 @@ def _splash(heads: int, length: int, interpret: bool):
         save_residuals=True,
         interpret=interpret,
     )
+
+
+def _block(length: int) -> int:
+    """How many queries, and keys, of a sequence are in VMEM at a time."""
+    return max(size for size in (128, 256, 512, MOST_ROWS) if length % size == 0)
 
 
 @functools.cache
