@@ -10,6 +10,7 @@ import pytest
 import tiny
 
 from maxds.aot import remedies, topology
+from maxds.config import SmallerBatch
 
 CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 4)  # host memory moves 1 GB/s
 PEAK = 1e12
@@ -115,3 +116,11 @@ def test_the_cheapest_of_a_kind_is_found():
 
 def test_where_nothing_suffices_nothing_is_said():
     assert remedies.changes(tiny.stepper(BASE), CHIP, PEAK, 1e12) == []
+
+
+def test_more_parts_leave_whole_ones_to_the_batches_of_a_ramp():
+    config = tiny.config()
+    data = dataclasses.replace(config.data, global_batch=24, ramp=(SmallerBatch(until_step=9, global_batch=8),))
+    parts = dataclasses.replace(config.optimizer, accumulate_steps=3)
+    found = remedies._parts(tiny.stepper(dataclasses.replace(config, data=data, optimizer=parts)))
+    assert [setting["optimizer"]["accumulate_steps"] for setting in found] == [6, 12, 24]

@@ -90,11 +90,11 @@ def _schedules(config: Config) -> Iterator[Setting]:
 
 
 def _parts(stepper: Stepper) -> Iterator[Setting]:
-    """More and smaller parts of a batch."""
-    parts = stepper.config.optimizer.accumulate_steps
-    rows = stepper.config.data.global_batch // stepper.mesh.size // stepper.network.microbatches
+    """More and smaller parts of a batch, of which a ramp's batches are whole ones too."""
+    parts, data = stepper.config.optimizer.accumulate_steps, stepper.config.data
+    rows = data.global_batch // stepper.mesh.size // stepper.network.microbatches
     for more in range(parts + 1, rows + 1):
-        if rows % more == 0:
+        if rows % more == 0 and all(more * smaller.global_batch % data.global_batch == 0 for smaller in data.ramp):
             yield {"optimizer": {"accumulate_steps": more}}
 
 
