@@ -8,6 +8,7 @@ import re
 import signal
 import threading
 import time
+from collections.abc import Container, Mapping, Sequence
 
 from running import DEADLINE, LONG, start, start_several
 
@@ -24,46 +25,74 @@ class Life:
     err: str
 
 
-def lives(run_dir: pathlib.Path, cache, draw: random.Random, kills: int, processes: int = 1) -> list[Life]:
+# When to kill: after a line with this in it has come 1 to `times` times, within so many seconds.
+MOMENTS = (("", 1, 6.0), ("step ", 3, 0.3), ("saved in", 3, 0.3), ("saved in", 3, 0.05))
+GOING_BACK = (("skipped", 5, 0.3), ("skipped", 5, 0.05), ("back to checkpoint", 1, 0.3))  # of a run that goes back
+
+# Of a run that goes back twice, given these batches: to checkpoint 16, then to 42.
+BAD = (range(20, 25), range(55, 60))
+BACK = ("checkpoint.rollback_steps=5", "checkpoint.keep_last=4")
+
+
+def lives(
+    run_dir: pathlib.Path,
+    cache,
+    draw: random.Random,
+    kills: int,
+    processes: int = 1,
+    environment: Mapping[str, str] | None = None,
+) -> list[Life]:
     """Starts a run that saves every other step, kills it so many times, and lets it end then.
 
-    Of several processes one is killed, or all at once; where it is one, the others are killed a second later.
+    Of several processes one is killed, or all at once; where it is one, the others are killed a second later. With an
+    environment of `running.spoiled`, it goes back.
     """
     found: list[Life] = []
+    moments = MOMENTS + GOING_BACK if environment else MOMENTS
     for number in range(kills + 1):
-        arguments = (*LONG, "checkpoint.every_steps=2")
+        arguments = (*LONG, "checkpoint.every_steps=2", *(BACK if environment else ()))
         group = (
-            [start(run_dir, cache, *arguments)]
+            [start(run_dir, cache, *arguments, **environment or {})]
             if processes == 1
-            else start_several(processes, run_dir, cache, *arguments, devices=8 // processes)
+            else start_several(processes, run_dir, cache, *arguments, devices=8 // processes, **environment or {})
         )
         told = [_Told(process) for process in group]
-        killed = _kill(group, told[0], draw) if number < kills else 0
+        killed = _kill(group, told[0], draw, moments) if number < kills else 0
         for process in group:
             process.wait(DEADLINE)
         out, err = told[0].text()
         before = found[-1].saved if found else 0
         state = re.search(r"restored from checkpoint (\d+)|initialized from seed", out)
         restored = int(state[1] or 0) if state else None
-        saved = max(map(int, re.findall(r"checkpoint (\d+) saved", out)), default=before)
-        found.append(Life([process.returncode for process in group], killed, restored, saved, out, err))
+        saved = [int(a or b) for a, b in re.findall(r"checkpoint (\d+) saved|back to checkpoint (\d+)", out)]
+        codes = [process.returncode for process in group]
+        found.append(Life(codes, killed, restored, saved[-1] if saved else before, out, err))
+        if set(codes) == {0}:
+            break
     return found
 
 
-def lost(found: list[Life]) -> list[tuple[int, int]]:
-    """Steps that were reported as saved, and the earlier ones that the next life went on from."""
-    pairs = ((before.saved, after.restored) for before, after in itertools.pairwise(found))
-    return [(saved, restored) for saved, restored in pairs if restored is not None and restored < saved]
+def gone_back(found: list[Life]) -> set[int]:
+    """The checkpoints that a run went back to."""
+    return {int(step) for life in found for step in re.findall(r"back to checkpoint (\d+)", life.out)}
 
 
-def _kill(group, told: "_Told", draw: random.Random) -> int:
-    """After a while, counted from the start, from the first step, or from a message that a checkpoint is saved.
+def lost(found: list[Life], back: Container[int] = ()) -> list[tuple[int, int]]:
+    """Steps that were reported as saved, and the earlier ones that the next life went on from.
 
-    Returns how many processes were killed first.
+    But for those that the run goes back to: it may have been killed before it could tell.
     """
-    sign, most = draw.choice([("", 6.0), ("step ", 0.3), ("saved in", 0.3), ("saved in", 0.05)])
-    told.wait_for(sign, draw.randint(1, 3))
+    pairs = ((before.saved, after.restored) for before, after in itertools.pairwise(found))
+    return [(s, r) for s, r in pairs if r is not None and r < s and r not in back]
+
+
+def _kill(group, told: "_Told", draw: random.Random, moments: Sequence[tuple[str, int, float]]) -> int:
+    """At one of the moments, at random; returns how many processes were killed first: 0 if the run has ended before."""
+    sign, times, most = draw.choice(moments)
+    told.wait_for(sign, draw.randint(1, times))
     time.sleep(draw.uniform(0, most))
+    if group[0].poll() is not None:
+        return 0
     first = draw.sample(group, 1) if draw.random() < 0.5 else group
     for process in first:
         process.send_signal(signal.SIGKILL)

@@ -34,6 +34,26 @@ def start(run_dir, cache, *arguments, devices=8, **environment):
     return process
 
 
+# Python runs it first.
+SPOILED = """
+import numpy as np
+from maxds.data import Data
+
+def batches(data, start, *process, read=Data.batches):
+    for number, found in enumerate(read(data, start, *process), start):
+        yield found | {{"tokens": np.full_like(found["tokens"], 10**6)}} if number in {bad} else found
+
+Data.batches = batches
+"""
+
+
+def spoiled(folder, *bad):
+    """The environment of processes to whom batches of these numbers hold tokens whose embedding is not a number."""
+    folder.mkdir(exist_ok=True)
+    (folder / "sitecustomize.py").write_text(SPOILED.format(bad=[number for some in bad for number in some]))
+    return {"PYTHONPATH": f"{folder}:{ROOT}"}
+
+
 def end_all():
     """Ends what a test that failed has left running."""
     while _STARTED:

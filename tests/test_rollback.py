@@ -6,7 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from running import ROOT, finish, losses, rows, start_several
+from running import finish, losses, rows, spoiled, start_several
 from test_train import compile_cache, run, state  # noqa: F401
 
 from maxds import goodput, loop, metrics, records, rollback
@@ -152,28 +152,11 @@ def test_a_run_goes_back_any_number_of_times_as_long_as_it_gets_past_where_it_fa
         rollbacks.restore("abstract", 50, 54)  # pyright: ignore[reportArgumentType]
 
 
-# Python runs it first.
-SPOILED = """
-import numpy as np
-from maxds.data import Data
-
-def batches(data, start, *process, read=Data.batches):
-    for number, found in enumerate(read(data, start, *process), start):
-        yield found | {"tokens": np.full_like(found["tokens"], 10**6)} if 9 <= number < 14 else found
-
-Data.batches = batches
-"""
-
-
 def test_two_processes_go_back_together(without, tmp_path, process_cache):
-    (tmp_path / "sitecustomize.py").write_text(SPOILED)
-    mesh = "mesh={data: 1, fsdp: 1, expert: 2}"
-    ended = [
-        finish(process)
-        for process in start_several(
-            2, tmp_path / "run", process_cache, *BACK, mesh, devices=1, PYTHONPATH=f"{tmp_path}:{ROOT}"
-        )
-    ]
+    arguments = *BACK, "mesh={data: 1, fsdp: 1, expert: 2}"
+    bad = spoiled(tmp_path, BAD)
+    processes = start_several(2, tmp_path / "run", process_cache, *arguments, devices=1, **bad)
+    ended = [finish(process) for process in processes]
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert ended[0][1].splitlines().count(SAID) == 1
     assert losses(tmp_path / "run") == pytest.approx(losses(without), rel=1e-5)

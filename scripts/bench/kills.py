@@ -1,11 +1,11 @@
 """Kills a run with SIGKILL at random moments, again and again, and tells what was lost: nothing should be.
 
-python scripts/bench/kills.py [--kills=50] [--processes=1] [--seed=0]
+python scripts/bench/kills.py [--kills=50] [--processes=1] [--back] [--seed=0]
 
 The run saves every other step. Some moments are counted from the start of the process, some from its first steps, some
 from a message that a checkpoint is saved. Of several processes one is killed, or all at once. Every ten kills it is let
 through to its end, its losses and the checksums of its last state are compared with those of a run that nothing
-disturbed, and another begins.
+disturbed, and another begins. With --back, its data makes it go back twice, and it is killed then, too.
 """
 
 import argparse
@@ -27,6 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--back", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     draw, told = random.Random(asked.seed), collections.Counter()
@@ -34,21 +35,31 @@ def main() -> int:
         folder = pathlib.Path(scratch)
         cache = folder / "cache"
         straight = folder / "straight"
-        (undisturbed,) = kills.lives(straight, cache, draw, 0, asked.processes)
+        given = asked.processes, running.spoiled(folder / "spoiled", *kills.BAD) if asked.back else None
+        (undisturbed,) = kills.lives(straight, cache, draw, 0, *given)
         assert set(undisturbed.codes) == {0}, undisturbed.err
-        for number, done in enumerate(range(0, asked.kills, 10)):
-            run = folder / str(number)
-            found = kills.lives(run, cache, draw, min(10, asked.kills - done), asked.processes)
-            told["kills"] += len(found) - 1
+        back = kills.gone_back([undisturbed])
+        number = 0
+        while told["kills"] < asked.kills:
+            run = folder / str(number := number + 1)
+            found = kills.lives(run, cache, draw, min(10, asked.kills - told["kills"]), *given)
+            told["kills"] += sum(life.killed > 0 for life in found)
+            told["times that it went back"] += sum(life.out.count("back to checkpoint") for life in found)
+            told["killed while loss was not finite"] += sum(_is_not_finite(life) for life in found if life.killed)
             told["of all processes at once"] += sum(life.killed == asked.processes for life in found)
             told["before the state was there"] += sum(life.restored is None for life in found)
             told["half-written checkpoints left"] += sum(life.out.count("half-written") for life in found)
-            told["reported as saved and lost"] += len(kills.lost(found))
+            told["reported as saved and lost"] += len(kills.lost(found, back))
             told["runs through"] += set(found[-1].codes) == {0}
             told["losses differ"] += running.losses(run) != running.losses(straight)
             told["last states differ"] += running.checksums(run) != running.checksums(straight)
             print(dict(told), flush=True)
     return int(bool(told["reported as saved and lost"] or told["losses differ"] or told["last states differ"]))
+
+
+def _is_not_finite(life: kills.Life) -> bool:
+    """Whether the last that the run told of steps was that one was skipped."""
+    return any("skipped" in line for line in life.out.splitlines()[-2:])
 
 
 if __name__ == "__main__":
