@@ -124,6 +124,7 @@ def gradient_errors(found, wanted):
     for name, a in found.items():
         reference = wanted.get(name, np.zeros_like(a))
         largest = np.abs(a - reference).max()
+        assert np.isfinite(largest), name
         errors[name] = float(largest and largest / np.abs(reference).max())
     return errors
 
@@ -141,6 +142,7 @@ def compare(model, logits, wanted):
 
 
 def given(model):
+    """The batch, and what each MTP module's loss counts for."""
     modules = model.num_nextn_predict_layers
     return tiny.batch() | {"mtp": tiny.config(model).loss.mtp / max(modules, 1)}
 
@@ -150,13 +152,17 @@ def test_logits_and_every_gradient_are_those_of_transformers(build):
     """Prints a row of the table in README.md."""
     wanted = of_transformers(*((model, tiny.weights(model), given(model)) for model in MODELS[build]))
     errors = [compare(model, *of_model) for model, of_model in zip(MODELS[build], wanted, strict=True)]
-    for error in errors:
-        print(*error)
-    logits = max(error for error, _, _ in errors)
+    for number, error in enumerate(errors):
+        print(f"{build}, model {number}: {row(*error)}")
+    logits = np.max([error for error, _, _ in errors])
     gradient, where = max((error, where) for _, error, where in errors)
-    print(f"| {build} | {len(errors)} | {logits:.1e} | {gradient:.1e} | `{where}` |")
+    print(f"| {build} | {len(errors)} | {row(logits, gradient, where)} |")
     assert logits <= 1e-5
     assert gradient <= 1e-4
+
+
+def row(logits, gradient, where):
+    return f"{logits:.1e} | {gradient:.1e} | `{where}`"
 
 
 @v4.ratios
@@ -169,7 +175,7 @@ def test_v4_s_attention_and_its_gradients_are_those_of_transformers(ratio):
     real, grads = segments > 0, dataclasses.replace(grads, norm=None)  # y is normalized already
     found = tensors(ATTENTIONS, {"params": {"moe_layers": {str(layer): {"attention": stacked(grads)}}}})
     errors = gradient_errors(found, of_weights)
-    print(f"ratio {ratio}: {np.abs(out - wanted)[real].max():.1e}, {max(errors.values()):.1e}")
+    print(f"ratio {ratio}: outputs {np.abs(out - wanted)[real].max():.1e}, gradients {max(errors.values()):.1e}")
     np.testing.assert_allclose(out[real], wanted[real], rtol=0, atol=1e-5)
     assert max(errors.values()) <= 1e-5
 
