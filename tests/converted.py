@@ -1,4 +1,4 @@
-"""Runs and folders in Hugging Face's format to convert: tiny models with random weights."""
+"""Models that transformers has, drawn, and runs of them to convert: tiny, with random weights."""
 
 import dataclasses
 import pathlib
@@ -12,6 +12,52 @@ from maxds import checkpoint, loader, step
 from maxds.architecture import Model
 from maxds.config import Config
 from maxds.model import layout
+
+MANY = 17  # heads of indexers: with so many no two keys score nothing at all; of equal ones torch takes any
+BUILDS = {
+    "V2-Lite": (
+        dataclasses.replace(
+            tiny.V2,
+            first_k_dense_replace=1,
+            q_lora_rank=None,
+            topk_method="greedy",
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=1.0,
+            rope_scaling=dataclasses.replace(tiny.V2.rope_scaling, mscale=0.707, mscale_all_dim=0.707),
+        ),
+    ),
+    "V2": (tiny.V2,),
+    "V3": (tiny.V3,),
+    "V3.2": (dataclasses.replace(tiny.V32, num_nextn_predict_layers=0, index_n_heads=MANY),),
+    "V4": (
+        dataclasses.replace(
+            tiny.V4,
+            num_hidden_layers=5,
+            compress_ratios=(0, 4, 0, 4, 0),
+            rope_scaling=None,
+            index_n_heads=MANY,
+            head_dim=49,  # of which 8/49 are 7, as transformers reckons
+        ),
+        dataclasses.replace(tiny.V4, index_n_heads=MANY, rms_norm_eps=1e-5),
+    ),
+    "Kimi-K2": (
+        dataclasses.replace(
+            tiny.V3,
+            n_group=1,
+            topk_group=1,
+            routed_scaling_factor=2.827,
+            num_nextn_predict_layers=0,
+            rope_scaling=dataclasses.replace(tiny.V3.rope_scaling, beta_fast=1),
+        ),
+    ),
+}
+
+
+def drawn(build: str) -> list[Model]:
+    """Three models of a build."""
+    kinds = BUILDS[build]
+    return [draw(kinds[seed % len(kinds)], seed) for seed in range(3)]
 
 
 def draw(model: Model, seed: int) -> Model:
@@ -45,6 +91,12 @@ def draw(model: Model, seed: int) -> Model:
         n_group=groups,
         topk_group=max(groups // 2, 1),
         rope_scaling=yarn and dataclasses.replace(yarn, factor=of(3.0, 8.0)),
+        first_k_dense_replace=of(0, 1, 2),
+        rope_theta=of(100.0, 50000.0),
+        routed_scaling_factor=of(1.0, 2.5),
+        norm_topk_prob=model.topk_method == "noaux_tc" and of(True, False),
+        index_topk=model.index_topk and of(2, 3, 5),
+        index_head_dim=of(10, 12),
     )
 
 

@@ -1,66 +1,104 @@
-"""transformers' models, or V4's attention, on documents one by one: python parity_worker.py IN.npz OUT.npz.
+"""transformers' models, or V4's attention, on documents one by one: python parity_worker.py FOLDER...
 
-IN holds `config` (JSON), `weights/NAME` in transformers' names, and `segments` [B S]; of a model `tokens` and `targets`
-[B S]; of attention which `layer`, normalized tokens `y` and what their outputs are weighed by, `probe`, [B S D]. OUT
-holds `out`, logits [B S V] or outputs [B S D], and by name the gradients: of the mean loss of the tokens that have a
-target, or of the outputs as weighed.
+A FOLDER holds a model in Hugging Face's format, and `given.npz`: `segments` [B S], and `tokens` and `targets` [B S] or,
+of attention, which `layer`, normalized tokens `y` and what their outputs are weighed by, `probe`, [B S D]. It gets
+`out.npy`, logits [B S V] or outputs [B S D], and the gradients as a model is saved, in `gradients`: of the mean loss of
+the tokens that have a target and, `mtp` times, of each MTP module's; or of the outputs as weighed.
 """
 
-import json
+import pathlib
 import sys
 
 import numpy as np
 import torch
 import transformers
-from transformers.models.deepseek_v4 import modeling_deepseek_v4 as v4
+from torch.nn.functional import cross_entropy
+from transformers.modeling_layers import MtpModel
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4RotaryEmbedding
 
 
-def main(source: str, target: str) -> None:
-    given = dict(np.load(source))
+def main(folder: pathlib.Path) -> None:
     eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
-    config = transformers.AutoConfig.for_model(**json.loads(str(given["config"])), **eager)
-    module, run = attention(config, given) if "layer" in given else model(config, given)
-    weights = {k.removeprefix("weights/"): torch.tensor(v) for k, v in given.items() if k.startswith("weights/")}
-    module.float().load_state_dict(weights)
-    segments, out, total = given["segments"], None, 0.0
-    for row, document in {(r, s) for r, of_row in enumerate(segments.tolist()) for s in of_row if s > 0}:
-        own = row, torch.tensor(segments[row] == document)
+    causal = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **eager)
+    given = dict(np.load(folder / "given.npz"))
+    segments, out, total, modules = given["segments"], None, 0.0, mtp(causal)
+    run = attention(causal, given) if "layer" in given else model(causal, modules, given)
+    for own in documents(segments):
         found, loss = run(*own)
         out = np.zeros((*segments.shape, found.shape[1]), np.float32) if out is None else out
         out[own] = found.detach().numpy()
         total += loss
     total.backward()
-    np.savez(target, out=out, **{k: p.grad.numpy() for k, p in module.named_parameters() if p.grad is not None})
+    np.save(folder / "out.npy", out)
+    weights = dict(causal.named_parameters()) | of_modules(causal, modules)
+    gradients = {name: p.grad for name, p in weights.items() if p.grad is not None}
+    causal.save_pretrained(folder / "gradients", state_dict=gradients)
 
 
-def model(config, given):
-    """The model; of the tokens [n] of a document, their logits and their part of the loss."""
-    causal = transformers.AutoModelForCausalLM.from_config(config)
+def documents(segments):
+    """The row of each, and which of its tokens are of it."""
+    found = {(row, s) for row, of_row in enumerate(segments.tolist()) for s in of_row if s > 0}
+    return [(row, torch.tensor(segments[row] == s)) for row, s in sorted(found)]
+
+
+def mtp(causal):
+    """The MTP modules of a model, or None."""
+    if not getattr(causal.config, "num_nextn_predict_layers", 0):
+        return None
+    first = causal.config.num_hidden_layers
+    causal._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{first}\."]  # it knows those of 61 layers only
+    return MtpModel.from_pretrained(causal)
+
+
+def of_modules(causal, modules):
+    """Their weights, by names of layers of the model, which is how files have them."""
+    found = {}
+    for number, layer in enumerate(modules.layers if modules else (), causal.config.num_hidden_layers):
+        for name, p in layer.named_parameters():
+            own = name.removeprefix("mtp_block.").replace("post_norm", "shared_head.norm")
+            found[f"model.layers.{number}.{own}"] = p
+    return found
+
+
+def model(causal, modules, given):
+    """Of the tokens [n] of a document, their logits and their part of the loss."""
     tokens, targets = (torch.tensor(given[k]).long() for k in ("tokens", "targets"))
+    lengths = torch.tensor([int((targets[own] >= 0).sum()) for own in documents(given["segments"])])
 
     def run(row, own):
-        found = causal(tokens[row][own][None], use_cache=False).logits[0]
-        loss = torch.nn.functional.cross_entropy(found, targets[row][own], ignore_index=-1, reduction="sum")
-        return found, loss / (targets >= 0).sum()
+        ahead = targets[row][own]
+        ahead = ahead[ahead >= 0]
+        hidden = causal.model(tokens[row][own][None], use_cache=False).last_hidden_state
+        found = causal.lm_head(hidden)[0]
+        loss = cross_entropy(found[: len(ahead)], ahead, reduction="sum") / lengths.sum()
+        for depth in range(min(len(modules.layers), len(ahead)) if modules else 0):
+            joined = ahead[depth:][None]
+            positions = torch.arange(joined.shape[1])[None]
+            hidden = modules.forward_layer(depth, hidden[:, : joined.shape[1]], positions, None, input_ids=joined)
+            nll = cross_entropy(causal.lm_head(hidden)[0, :-1], joined[0, 1:], reduction="sum")
+            loss = loss + given["mtp"].item() * nll / (lengths - depth - 1).clamp(min=0).sum()
+        return found, loss
 
-    return causal, run
+    return run
 
 
-def attention(config, given):
-    """The attention of a layer; of the tokens [n] of a document, its outputs, and their sum as weighed."""
-    layer, rotary = v4.DeepseekV4Attention(config, int(given["layer"])), v4.DeepseekV4RotaryEmbedding(config)
+def attention(causal, given):
+    """Of the tokens [n] of a document, the outputs of a layer's attention, and their sum as weighed."""
+    layer, rotary = causal.model.layers[int(given["layer"])].self_attn, DeepseekV4RotaryEmbedding(causal.config)
     y, probe = (torch.tensor(given[k]) for k in ("y", "probe"))
 
     def run(row, own):
         positions = torch.arange(int(own.sum()))
         distance = positions[:, None] - positions
-        hidden = torch.where((distance >= 0) & (distance < config.sliding_window), 0.0, -torch.inf)
+        hidden = torch.where((distance >= 0) & (distance < causal.config.sliding_window), 0.0, -torch.inf)
         tables = {kind: rotary(y, positions[None], layer_type=kind) for kind in ("main", "compress")}
         found = layer(y[row][own][None], tables, positions[None], hidden[None, None])[0][0]
         return found, (found * probe[row][own]).sum()
 
-    return layer, run
+    return run
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.set_num_threads(1)  # for models so small, several wait for each other
+    for name in sys.argv[1:]:
+        main(pathlib.Path(name))

@@ -1,12 +1,12 @@
 """Logits, attention and gradients are those of transformers, in float32, on small random models and packed documents.
 
+maxds is given rows of packed documents, some with padding; transformers each document alone, from position 0 on.
+
 MAXDS_PARITY_PYTHON names an interpreter that has transformers, where this one does not.
 """
 
 import dataclasses
-import functools
 import importlib.util
-import json
 import os
 import pathlib
 import subprocess
@@ -15,10 +15,15 @@ import tempfile
 
 import jax
 import numpy as np
-import oracle
 import pytest
+import safetensors.numpy
 import test_compressed as v4
 import tiny
+from converted import BUILDS, drawn
+
+from maxds import params
+from maxds.hf import settings
+from maxds.hf.table import cells, official, table
 
 PYTHON = os.environ.get("MAXDS_PARITY_PYTHON") or (importlib.util.find_spec("transformers") and sys.executable)
 pytestmark = [
@@ -27,7 +32,6 @@ pytestmark = [
 ]
 
 WORKER = pathlib.Path(__file__).with_name("parity_worker.py")
-FOLDER = tempfile.TemporaryDirectory()
 YARN = dataclasses.replace(tiny.V32, num_nextn_predict_layers=0)
 OTHER = dataclasses.replace(
     YARN,
@@ -70,196 +74,120 @@ OTHER_V4 = dataclasses.replace(
     index_head_dim=12,
     rope_scaling=None,
 )
-ALL = {"yarn": YARN, "other": OTHER, "V4 yarn": tiny.V4, "V4 other": OTHER_V4}
-MODELS = pytest.mark.parametrize("model", ALL.values(), ids=ALL)
-
-KEYS = (
-    "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads q_lora_rank qk_rope_head_dim "
-    "n_routed_experts n_shared_experts num_experts_per_tok norm_topk_prob routed_scaling_factor rms_norm_eps "
-    "max_position_embeddings index_topk index_n_heads index_head_dim "
-)
-V32_KEYS = "intermediate_size first_k_dense_replace kv_lora_rank qk_nope_head_dim v_head_dim n_group topk_group"
-V4_KEYS = (
-    "head_dim sliding_window o_groups o_lora_rank rope_theta compress_rope_theta scoring_func swiglu_limit hc_mult "
-    "hc_sinkhorn_iters hc_eps"
-)
-KINDS = {0: "sliding_attention", 4: "compressed_sparse_attention"}
-HEAVY = "heavily_compressed_attention"
+ATTENTIONS = dataclasses.replace(v4.MODEL, n_group=1, topk_group=1, hc_mult=2, swiglu_limit=1.0)
+WRITTEN = {
+    "V2-Lite": (dataclasses.replace(tiny.V2_LITE, num_nextn_predict_layers=0),),
+    "V3.2": (YARN, OTHER),
+    "V4": (tiny.V4, OTHER_V4),
+}
+MODELS = {build: [*WRITTEN.get(build, ()), *drawn(build)] for build in BUILDS}
 
 
-def hf_config(m):
-    """In transformers' keys."""
-    if m.compress_ratios is None:
-        return taken(m, KEYS + V32_KEYS) | {
-            "model_type": "deepseek_v32",
-            "num_key_value_heads": m.num_attention_heads,
-            "rope_parameters": hf_rope(m) | {"rope_theta": m.rope_theta},
-        }
-    hashed = m.num_hash_layers
-    return taken(m, KEYS + V4_KEYS) | {
-        "model_type": "deepseek_v4",
-        "layer_types": [KINDS.get(ratio, HEAVY) for ratio in m.compress_ratios],
-        "mlp_layer_types": ["hash_moe"] * hashed + ["moe"] * (m.num_hidden_layers - hashed),
-        "compress_rates": {KINDS.get(ratio, HEAVY): ratio for ratio in m.compress_ratios if ratio},
-        "rope_parameters": hf_rope(m),
-    }
+def tensors(model, state):
+    """The arrays of a state, or of a part of it, in the names and shapes of Hugging Face's format."""
+    arrays = {params.name(path): np.asarray(a) for path, a in jax.tree_util.tree_leaves_with_path(state)}
+    found = {}
+    rows = [row for row in table(model, list(arrays)) if not row.copy]
+    for cell in cells(rows, {name: a.shape for name, a in arrays.items()}):
+        own = [arrays[name][cell.index] for name in cell.row.arrays]
+        dtype = np.dtype(np.int64 if cell.row.below else np.float32)
+        found |= dict(zip(cell.tensors, cell.row.to_tensors(own, dtype), strict=True))
+    return found
 
 
-def taken(m, keys):
-    return {key: getattr(m, key) for key in keys.split() if getattr(m, key) is not None}
+def of_transformers(*cases):
+    """What parity_worker.py makes of each (model, weights, given): what it computes, and gradients by name."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folders = [pathlib.Path(scratch) / str(i) for i in range(len(cases))]
+        for folder, (model, weights, given) in zip(folders, cases, strict=True):
+            folder.mkdir()
+            held = tensors(model, {"params": weights, "router_bias": tiny.router_bias(model)})
+            safetensors.numpy.save_file(held, folder / "model.safetensors")
+            (folder / "config.json").write_text(settings.write(model, "float32", None))
+            np.savez(folder / "given.npz", **given)
+        subprocess.run([PYTHON, WORKER, *folders], check=True)
+        return [(np.load(folder / "out.npy"), gradients(folder)) for folder in folders]
 
 
-def hf_rope(m):
-    if m.rope_scaling is None:
-        return {"rope_type": "default"}
-    rope = {"rope_type": m.rope_scaling.type} | dataclasses.asdict(m.rope_scaling)
-    del rope["type"]
-    return rope
+def gradients(folder):
+    """Those that parity_worker.py has saved, by the names of the table."""
+    saved = safetensors.numpy.load_file(folder / "gradients" / "model.safetensors")
+    of_v4 = "deepseek_v4" in (folder / "config.json").read_text()
+    return {official(name) if of_v4 else name: a for name, a in saved.items()}
 
 
-def hf_arrays(w, given=None):
-    """Weights, or their gradients, in transformers' names and shapes; `given`: what routers read beside."""
-    out = {"model.embed_tokens.weight": w.embed, "model.norm.weight": w.norm, "lm_head.weight": w.head.T}
-    out |= {f"model.hc_head.hc_{name}": a for name, a in hf_connection(w.hyper).items()}
-    layers = oracle.layers(w, lambda kind, i: jax.tree.map(lambda a: a[i], kind))
-    for number, (stack, i, layer) in enumerate(layers):
-        found = hf_layer(layer)
-        if given and stack in given:
-            name = "tid2eid" if stack == "hash_layers" else "e_score_correction_bias"
-            found[f"mlp.gate.{name}"] = given[stack][i]
-        out |= {f"model.layers.{number}.{name}": a for name, a in found.items()}
-    return {name: np.ascontiguousarray(a) for name, a in out.items()}
+def gradient_errors(found, wanted):
+    """By name: the largest error over the largest value. transformers has none of what is trained otherwise."""
+    assert wanted.keys() <= found.keys()
+    assert all("indexer" in name for name in found.keys() - wanted.keys())
+    errors = {}
+    for name, a in found.items():
+        reference = wanted.get(name, np.zeros_like(a))
+        largest = np.abs(a - reference).max()
+        assert np.isfinite(largest), name
+        errors[name] = float(largest and largest / np.abs(reference).max())
+    return errors
 
 
-def hf_layer(w):
-    attention, mlp = w["attention"], w["mlp"] if "mlp" in w else w["dispatch"]
-    of_attention = hf_attention if hasattr(attention, "kv_down") else v4_attention
-    found = {f"self_attn.{name}": a for name, a in of_attention(attention).items()}
-    found |= {f"attn_hc.{name}": a for name, a in hf_connection(attention.hyper).items()}
-    found |= {f"ffn_hc.{name}": a for name, a in hf_connection(mlp.hyper).items()}
-    found |= {"input_layernorm.weight": attention.norm, "post_attention_layernorm.weight": mlp.norm}
-    if "mlp" in w:
-        return found | {f"mlp.{name}": a for name, a in hf_mlp(mlp.mlp).items()}
-    up, down = w["experts"].up, w["experts"].down
-    found |= {f"mlp.shared_experts.{name}": a for name, a in hf_mlp(mlp.shared).items()}
-    return found | {
-        "mlp.gate.weight": mlp.router.T,
-        "mlp.experts.gate_up_proj": up.reshape(*up.shape[:2], -1).swapaxes(1, 2),
-        "mlp.experts.down_proj": down.swapaxes(1, 2),
-    }
+def compare(model, logits, wanted):
+    """The largest error of logits; the largest of gradients, and of which weight."""
+    config, real = tiny.config(model), tiny.batch()["segments"] > 0
+    found = np.asarray(tiny.logits(config)(*tiny.inputs(config)))
+    terms = ["main", *(f"mtp_{depth + 1}" for depth in range(model.num_nextn_predict_layers))]
+    grads = jax.tree.map(lambda *parts: sum(parts), *(tiny.outcome(config, term).grads for term in terms))
+    errors = gradient_errors(tensors(model, {"params": grads}), wanted)
+    jax.clear_caches()  # Linux lets few programs be mapped
+    where = max(errors, key=errors.__getitem__)
+    return float(np.abs(found - logits)[real].max()), errors[where], where
 
 
-def hf_connection(w):
-    """None where there is one stream."""
-    return {} if w is None else {"fn": w.project.reshape(-1, w.project.shape[2]).T, "base": w.base, "scale": w.scale}
+def given(model):
+    """The batch, and what each MTP module's loss counts for."""
+    modules = model.num_nextn_predict_layers
+    return tiny.batch() | {"mtp": tiny.config(model).loss.mtp / max(modules, 1)}
 
 
-def hf_mlp(w):
-    return {
-        "gate_proj.weight": w.up[:, 0].T,
-        "up_proj.weight": w.up[:, 1].T,
-        "down_proj.weight": w.down.T,
-    }
+@pytest.mark.parametrize("build", MODELS)
+def test_logits_and_every_gradient_are_those_of_transformers(build):
+    """Prints a row of the table in README.md."""
+    wanted = of_transformers(*((model, tiny.weights(model), given(model)) for model in MODELS[build]))
+    errors = [compare(model, *of_model) for model, of_model in zip(MODELS[build], wanted, strict=True)]
+    for number, error in enumerate(errors):
+        print(f"{build}, model {number}: {row(*error)}")
+    logits = np.max([error for error, _, _ in errors])
+    gradient, where = max((error, where) for _, error, where in errors)
+    print(f"| {build} | {len(errors)} | {row(logits, gradient, where)} |")
+    assert logits <= 1e-5
+    assert gradient <= 1e-4
 
 
-def hf_attention(w):
-    def joined(a):
-        """[I N H] -> [N*H I]."""
-        return a.reshape(len(a), -1).T
-
-    return {
-        "q_a_proj.weight": w.q_down.T,
-        "q_a_layernorm.weight": w.q_norm,
-        "q_b_proj.weight": joined(w.q_up),
-        "kv_a_proj_with_mqa.weight": np.concatenate([w.kv_down, w.k_rope], axis=1).T,
-        "kv_a_layernorm.weight": w.kv_norm,
-        "kv_b_proj.weight": joined(np.concatenate([w.k_up, w.v_up], axis=2)),
-        "o_proj.weight": w.out.swapaxes(0, 1).reshape(w.out.shape[1], -1),
-        "indexer.wq_b.weight": joined(w.indexer.q),
-        "indexer.wk.weight": w.indexer.k.T,
-        "indexer.k_norm.weight": w.indexer.k_norm,
-        "indexer.k_norm.bias": w.indexer.k_bias,
-        "indexer.weights_proj.weight": w.indexer.heads.T,
-    }
-
-
-def v4_attention(w):
-    """Weights, or their gradients, in transformers' names and shapes."""
-
-    def compressor(w):
-        return {
-            "kv_proj.weight": w.kv.T,
-            "gate_proj.weight": w.gate.T,
-            "position_bias": w.bias,
-            "kv_norm.weight": w.norm,
-        }
-
-    found = {
-        "q_a_proj.weight": w.q_down.T,
-        "q_a_norm.weight": w.q_norm,
-        "q_b_proj.weight": w.q_up.reshape(len(w.q_up), -1).T,
-        "kv_proj.weight": w.kv.T,
-        "kv_norm.weight": w.kv_norm,
-        "sinks": w.sinks,
-        "o_a_proj.weight": np.concatenate([g.reshape(-1, g.shape[-1]).T for g in np.asarray(w.out_down)]),
-        "o_b_proj.weight": w.out_up.reshape(-1, w.out_up.shape[-1]).T,
-    }
-    if w.compressor is not None:
-        found |= {f"compressor.{name}": a for name, a in compressor(w.compressor).items()}
-    if w.indexer is not None:
-        own = compressor(w.indexer.compressor)
-        own["q_b_proj.weight"] = w.indexer.q.reshape(len(w.indexer.q), -1).T
-        own["scorer.weights_proj.weight"] = w.indexer.heads.T
-        found |= {f"compressor.indexer.{name}": a for name, a in own.items()}
-    return {name: np.ascontiguousarray(a) for name, a in found.items()}
-
-
-def of_transformers(config, **arrays):
-    """What parity_worker.py makes of them: `out`, and gradients by name."""
-    folder = pathlib.Path(FOLDER.name)
-    np.savez(folder / "in.npz", config=json.dumps(config), **arrays)
-    subprocess.run([PYTHON, WORKER, folder / "in.npz", folder / "out.npz"], check=True)
-    found = dict(np.load(folder / "out.npz"))
-    return found.pop("out"), found
-
-
-def named(weights):
-    return {f"weights/{name}": a for name, a in weights.items()}
-
-
-@functools.cache
-def expected(model):
-    """Logits and gradients."""
-    weights = hf_arrays(tiny.weights(model), tiny.router_bias(model))
-    return of_transformers(hf_config(model), **named(weights), **tiny.batch())
-
-
-@MODELS
-def test_logits_are_those_of_transformers(model):
-    config = tiny.config(model)
-    found, real = np.asarray(tiny.logits(config)(*tiny.inputs(config))), tiny.batch()["segments"] > 0
-    np.testing.assert_allclose(found[real], expected(model)[0][real], rtol=0, atol=1e-5)
-
-
-@MODELS
-def test_every_gradient_is_that_of_transformers_which_gives_the_indexer_none(model):
-    grads, (_, wanted) = hf_arrays(tiny.outcome(tiny.config(model), "main").grads), expected(model)
-    assert {name for name in grads if "indexer" not in name} == wanted.keys()
-    for name, found in grads.items():
-        reference = wanted.get(name, np.zeros_like(found))
-        assert np.abs(found - reference).max() <= 1e-4 * np.abs(reference).max(), name
+def row(logits, gradient, where):
+    return f"{logits:.1e} | {gradient:.1e} | `{where}`"
 
 
 @v4.ratios
 def test_v4_s_attention_and_its_gradients_are_those_of_transformers(ratio):
-    m, w, (segments, _) = v4.MODEL, v4.weights(ratio), v4.rows()
-    y = np.asarray(v4.ops.rms_norm(v4.stream(), w.norm, m.rms_norm_eps))
-    arrays = {"layer": m.compress_ratios.index(ratio), "y": y, "probe": v4.probe(), "segments": segments}
-    wanted, of_weights = of_transformers(hf_config(m), **named(v4_attention(w)), **arrays)
+    layer, (segments, _) = v4.MODEL.compress_ratios.index(ratio), v4.rows()
+    y = np.asarray(v4.ops.rms_norm(v4.stream(), v4.weights(ratio).norm, v4.MODEL.rms_norm_eps))
+    inputs = {"layer": layer, "y": y, "probe": v4.probe(), "segments": segments}
+    ((wanted, of_weights),) = of_transformers((ATTENTIONS, with_attention(ratio, layer), inputs))
     (out, _, _), (grads, _) = v4.learn(ratio, (1.0, 0.0))
-    real = segments > 0
+    real, grads = segments > 0, dataclasses.replace(grads, norm=None)  # y is normalized already
+    found = tensors(ATTENTIONS, {"params": {"moe_layers": {str(layer): {"attention": stacked(grads)}}}})
+    errors = gradient_errors(found, of_weights)
+    print(f"ratio {ratio}: outputs {np.abs(out - wanted)[real].max():.1e}, gradients {max(errors.values()):.1e}")
     np.testing.assert_allclose(out[real], wanted[real], rtol=0, atol=1e-5)
-    for name, found in v4_attention(grads).items():
-        reference = of_weights.pop(name, np.zeros_like(found))
-        assert np.abs(found - reference).max() <= 1e-5 * np.abs(reference).max(), name
-    assert not of_weights
+    assert max(errors.values()) <= 1e-5
+
+
+def with_attention(ratio, layer):
+    """Weights of `ATTENTIONS`, those of the attention of a layer being those of test_compressed.py."""
+    w = tiny.weights(ATTENTIONS)
+    kind = w.moe_layers[str(layer)]
+    own = dataclasses.replace(stacked(v4.weights(ratio)), hyper=kind["attention"].hyper)
+    return dataclasses.replace(w, moe_layers=w.moe_layers | {str(layer): kind | {"attention": own}})
+
+
+def stacked(layer):
+    """As a stack of this layer alone."""
+    return jax.tree.map(lambda a: a[None], layer)
