@@ -27,6 +27,7 @@ from maxds.config import Config
 
 ROOT = Path(__file__).parents[2]
 SMOOTHED = 10  # steps
+TOP = 3.5  # of the picture, in nats: above it all models are alike
 COMMON = "model.num_nextn_predict_layers=0 loss.mtp=0 sample=null"  # a model with Engram cannot generate
 
 INDEXER = "model.index_n_heads=4 model.index_head_dim=32 loss.indexer=0.01"
@@ -66,6 +67,8 @@ STYLE = {
     "legend.frameon": False,
     "lines.linewidth": 1.6,
 }
+# Rings, so that those of equal losses are both seen.
+HELD_OUT = {"marker": "o", "linestyle": "none", "fillstyle": "none", "markersize": 7, "zorder": 3}
 
 Curve = np.ndarray  # [2 n]: steps, and losses
 
@@ -123,9 +126,9 @@ def draw(runs: dict[str, Path], path: Path) -> None:
             ((at, raw), held_out), color = losses(run), MODELS[name][1]
             ax.plot(at, raw, color=color, linewidth=0.7, alpha=0.25)
             ax.plot(*(smooth(values) for values in (at, raw)), color=color, label=name)
-            ax.plot(*held_out, "o", color=color, markeredgecolor="white", markersize=6, clip_on=False, zorder=3)
-        ax.plot([], [], "o", color="#555555", label="held out")
-        ax.set(xlabel="step", ylabel="loss of the next byte, nats", xlim=(0, at[-1]))
+            ax.plot(*held_out, color=color, clip_on=False, **HELD_OUT)
+        ax.plot([], [], color="#555555", label="held out", **HELD_OUT)
+        ax.set(xlabel="step", ylabel="loss of the next byte, nats", xlim=(0, at[-1]), ylim=(None, TOP))
         ax.legend()
         figure.savefig(path, dpi=150)
 
