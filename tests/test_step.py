@@ -34,6 +34,14 @@ def assert_identical(found, expected):
         np.testing.assert_array_equal(a, b)
 
 
+def seen(config, weights=None):
+    """What a step reads off the layers, of the weights with no bias: those of `tiny.inputs`, or others."""
+    drawn, bias, batch = tiny.inputs(config)
+    unbiased, mode = jax.tree.map(lambda b: 0 * b, bias), tiny.stepper(config).training
+    with tiny.strictly():  # as in tiny.outcome, so that it is the same program
+        return jax.device_get(tiny.loss_and_grads(config)(weights or drawn, unbiased, batch, mode)[3])
+
+
 @functools.cache
 def trained():
     """The state after 20 steps on one batch, and the metrics of each step."""
@@ -183,11 +191,7 @@ SPREAD = tiny.config(SHALLOW, "batch_split", (1, 2, 2), optimizer=CLIPPED | {"ac
 
 
 def top_scores(config, weights=None):
-    drawn, bias, batch = tiny.inputs(config)
-    unbiased, mode = jax.tree.map(lambda b: 0 * b, bias), tiny.stepper(config).training
-    with tiny.strictly():
-        found = tiny.loss_and_grads(config)(weights or drawn, unbiased, batch, mode)[3]
-    return jax.device_get(found.top_score)
+    return seen(config, weights).top_score
 
 
 def attentions(weights):
@@ -267,12 +271,8 @@ def test_router_bias_rises_for_idle_experts_and_falls_for_busy_ones():
 
 
 def expected_load(stack):
-    """Of the weights with no bias, counted by another program on one device."""
-    weights, bias, batch = tiny.inputs(tiny.config())
-    unbiased = jax.tree.map(lambda b: 0 * b, bias)
-    mode = tiny.stepper(tiny.config()).training
-    with tiny.strictly():  # as in tiny.outcome, so that it is the same program
-        return np.asarray(tiny.loss_and_grads(tiny.config())(weights, unbiased, batch, mode)[3].load[stack])
+    """Counted by another program on one device."""
+    return seen(tiny.config()).load[stack]
 
 
 def test_router_bias_balances_a_router_that_does_not_learn():
