@@ -45,7 +45,7 @@ def tiles(length: int) -> Tiles:
     return Tiles(rows, keys, run, np.array(firsts, np.int32))
 
 
-def attend(q: Array, k: Array, v: Array, selected: Array, scored: bool = False) -> tuple[Array, Array, Array | None]:
+def attend(q: Array, k: Array, v: Array, selected: Array, scored: bool) -> tuple[Array, Array, Array | None]:
     """Attention of queries to their selected keys, of which each has one.
 
     Args:
