@@ -185,6 +185,42 @@ def test_the_kernels_of_every_tpu_take_its_step_in_bfloat16(name):
     assert (result.returncode, "KernelError" in result.stderr) == ((1, True) if known else (0, False)), result.stderr
 
 
+KERNELS = """
+import sys
+import jax
+import jax.numpy as jnp
+from jax.sharding import SingleDeviceSharding
+from maxds.aot import topology
+from maxds.model import tiles
+
+topology.prepare()
+device = SingleDeviceSharding(topology.devices(sys.argv[2])[0])
+
+def of(*shape, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=device)
+
+length, queries, f32 = 4096, 512, jnp.float32
+qk, v, lse = of(8, length, 192), of(8, length, 128), of(8, length, dtype=f32)
+bits, limit = of(length, length // 8, dtype=jnp.uint8), of(dtype=jnp.int32)
+q, heads, k = of(8, queries, 128), of(8, queries, dtype=f32), of(length, 128)
+for kernel, args in {
+    tiles.attend: (qk, qk, v, bits),
+    tiles.attend_backward: (qk, qk, v, bits, (v, lse), v),
+    tiles.index_scores: (q, heads, k, limit),
+    tiles.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), limit),
+    tiles.attention_to: (of(8, queries, 192), heads, qk, limit),
+}.items():
+    assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
+"""
+
+
+@needs_libtpu
+@pytest.mark.parametrize("name", ["v5p:2x2x1", "v6e:2x2", "tpu7x:2x2x1"])
+def test_the_compiler_of_every_tpu_takes_the_kernels_that_are_our_own(name):
+    result = command(TINY, name, program=("-c", KERNELS))
+    assert result.returncode == 0, result.stderr
+
+
 REPLICAS = ["mesh={data: 8, fsdp: 1, expert: 1}", "model.hidden_size=1024", "model.moe_intermediate_size=2048"]
 
 

@@ -108,8 +108,9 @@ def select(c: Model, index: Index, segments: jax.Array, keys: Keys | None = None
         return None
 
     def block(end: int, _, q, heads, segments_q, first):
-        seen = kernels.visible(segments_q, keys.before(end), first)
-        return None, sparse.pack(best(_scores(q, heads, index.k[:, : keys.before(end).count]), seen, topk), size)
+        among = keys.before(end)
+        scores = kernels.index_scores(q, heads, index.k[:, : among.count], keys.complete(first + q.shape[2]))
+        return None, sparse.pack(best(scores, kernels.visible(segments_q, among, first), topk), size)
 
     _, found = kernels.by_blocks(block, None, (index.q, 2), (index.heads, 2), (segments, 1))
     return checkpoint_name(kernels.joined(found, 1), "selection")
@@ -117,7 +118,7 @@ def select(c: Model, index: Index, segments: jax.Array, keys: Keys | None = None
 
 def select_among(c: Model, index: Index, keys: jax.Array, seen: jax.Array) -> jax.Array:
     """As `select`, of few queries: among keys [B Z index_head_dim], those that are `seen` [B S Z] -> [B S Z] bool."""
-    return best(_scores(index.q, index.heads, keys), seen, c.index_topk or 0)
+    return best(kernels.index_scores(index.q, index.heads, keys, keys.shape[1]), seen, c.index_topk or 0)
 
 
 def best(scores: jax.Array, seen: jax.Array, count: int) -> jax.Array:
@@ -157,21 +158,6 @@ def _of_rank(numbers: jax.Array, rank: jax.Array, bits: int) -> jax.Array:
     return lax.fori_loop(0, bits, one_bit, jnp.zeros((*numbers.shape[:-1], 1), jnp.uint32))
 
 
-def _scores(q: jax.Array, heads: jax.Array, k: jax.Array) -> jax.Array:
-    """[B I Q H], [B I Q], [B Z H] -> [B Q Z] float32, head by head."""
-
-    def one(total, of_head):
-        q, head = of_head
-        return total + head[..., None] * jax.nn.relu(_dots(q, k)), None
-
-    zeros = jnp.zeros((q.shape[0], q.shape[2], k.shape[1]), jnp.float32)
-    return lax.scan(one, zeros, (jnp.moveaxis(q, 1, 0), jnp.moveaxis(heads, 1, 0)))[0]
-
-
-def _dots(q: jax.Array, k: jax.Array) -> jax.Array:
-    return jnp.einsum("bqh,bzh->bqz", q, k, preferred_element_type=jnp.float32)
-
-
 # ----------------------------------------------------------------------------------------------- loss
 
 
@@ -191,7 +177,7 @@ def divergence(index: Index, attended: Attended, kept: jax.Array | None = None) 
 
     def block(end: int, total, q, heads, *of_attention):
         keys = attended.among.before(end)
-        scores = _scores(q, heads, index.k[:, : keys.count])
+        scores = kernels.index_scores(q, heads, index.k[:, : keys.count], keys.complete(of_attention[-1] + q.shape[2]))
         p, log_q = _distributions(scores, attended, keys, of_attention)
         return total + jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - log_q), 0)), None
 
@@ -205,8 +191,10 @@ def _divergence_backward(residuals, dy):
     def block(end: int, dk, q, heads, *of_attention):
         keys = attended.among.before(end)
         k = index.k[:, : keys.count]
-        p, log_q = _distributions(_scores(q, heads, k), attended, keys, of_attention)
-        more, found = _scores_backward(q, heads, k, jnp.where(log_q > -jnp.inf, jnp.exp(log_q) - p, 0) * dy)
+        limit = keys.complete(of_attention[-1] + q.shape[2])
+        p, log_q = _distributions(kernels.index_scores(q, heads, k, limit), attended, keys, of_attention)
+        dscores = jnp.where(log_q > -jnp.inf, jnp.exp(log_q) - p, 0) * dy
+        *found, more = kernels.index_scores_backward(q, heads, k, dscores, limit)
         return dk.at[:, : keys.count].add(more), found
 
     dk, found = kernels.by_blocks(block, jnp.zeros(index.k.shape, jnp.float32), *_of_queries(index, attended))
@@ -227,30 +215,9 @@ def _distributions(scores: jax.Array, attended: Attended, keys: Keys, of_attenti
     """p and log q of a block of queries, [B Q Z]; 0 and -inf where nothing is attended to, and for padding."""
     q, lse, segments, *selected, first = of_attention
     seen = sparse.unpack(selected[0])[..., : keys.count] if selected else kernels.visible(segments, keys, first)
-    k = attended.k[:, :, : keys.count]
-
-    def one(total, head):
-        q_head, lse_head = (lax.dynamic_index_in_dim(a, head, 1, keepdims=False) for a in (q, lse))
-        k_head = lax.dynamic_index_in_dim(k, jnp.minimum(head, k.shape[1] - 1), 1, keepdims=False)
-        return total + jnp.exp(_dots(q_head, k_head) - lse_head[..., None]), None
-
-    total, _ = lax.scan(one, jnp.zeros_like(scores), jnp.arange(q.shape[1]))
+    limit = keys.complete(first + q.shape[2])
+    total = kernels.attention_to(q, lse, attended.k[:, :, : keys.count], limit)
     total = jnp.where(seen & (segments > 0)[..., None], total, 0)
     mass = jnp.sum(total, axis=-1, keepdims=True)  # not the number of heads, if they also attend to other keys
     log_q = jax.nn.log_softmax(scores, where=seen)
     return total / jnp.where(mass > 0, mass, 1), jnp.where(seen & (mass > 0), log_q, -jnp.inf)
-
-
-def _scores_backward(q, heads, k, dscores):
-    """Gradients of `_scores`: (of k [B Z H] float32, (of q, of heads))."""
-
-    def one(dk, of_head):
-        q, head = of_head
-        dots = _dots(q, k)
-        ddots = jnp.where(dots > 0, dscores * head[..., None], 0).astype(k.dtype)
-        dk += jnp.einsum("bqz,bqh->bzh", ddots, q, preferred_element_type=jnp.float32)
-        return dk, (jnp.einsum("bqz,bzh->bqh", ddots, k), jnp.sum(dscores * jax.nn.relu(dots), axis=-1))
-
-    of_heads = jnp.moveaxis(q, 1, 0), jnp.moveaxis(heads, 1, 0)
-    dk, found = lax.scan(one, jnp.zeros(k.shape, jnp.float32), of_heads)
-    return dk, jax.tree.map(lambda a: jnp.moveaxis(a, 0, 1), found)
