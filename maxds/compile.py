@@ -24,7 +24,7 @@ from maxds.aot import executable, fit, hlo, picture, remedies, report, timeline,
 from maxds.aot.cost import Costs
 from maxds.aot.network import Network
 from maxds.config import Config
-from maxds.model import tpu
+from maxds.model import sparsecores
 
 _TOPOLOGY = flags.DEFINE_string("topology", None, "What to compile for, in chips: tpu7x:4x4x8, v5p:8x8x8, v6e:16x16.")
 _SLICES = flags.DEFINE_integer("slices", 1, "How many such slices; mesh.data crosses them.")
@@ -38,7 +38,7 @@ MISTAKES = (
     mesh_lib.MeshError,
     optimizer.PatternError,
     topology.TopologyError,
-    tpu.KernelError,
+    sparsecores.KernelError,
     executable.ExecutableError,
 )
 USAGE = (

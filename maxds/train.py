@@ -44,7 +44,7 @@ from maxds import mesh as mesh_lib
 from maxds import step as step_lib
 from maxds.aot import executable
 from maxds.config import Config
-from maxds.model import tpu
+from maxds.model import sparsecores
 
 _PRINT_CONFIG = flags.DEFINE_bool("print_config", False, "Print every key, its value and its origin, and exit.")
 _DESCRIBE = flags.DEFINE_bool("describe", False, "Print parameters, FLOPs and bytes per device, and exit.")
@@ -59,7 +59,7 @@ MISTAKES = (
     checkpoint.CheckpointError,
     loop.TermError,
     trained.UseError,
-    tpu.KernelError,
+    sparsecores.KernelError,
     executable.ExecutableError,
     exporter.PortError,
 )

@@ -186,6 +186,7 @@ def test_the_kernels_of_every_tpu_take_its_step_in_bfloat16(name):
 
 
 KERNELS = """
+import functools
 import sys
 import jax
 import jax.numpy as jnp
@@ -201,14 +202,16 @@ def of(*shape, dtype=jnp.bfloat16):
 
 length, queries, f32 = 4096, 512, jnp.float32
 qk, v, lse = of(8, length, 192), of(8, length, 128), of(8, length, dtype=f32)
-bits, limit = of(length, length // 8, dtype=jnp.uint8), of(dtype=jnp.int32)
+segments, bits, limit = of(length, dtype=jnp.int32), of(length, length // 8, dtype=jnp.uint8), of(dtype=jnp.int32)
 q, heads, k = of(8, queries, 128), of(8, queries, dtype=f32), of(length, 128)
 for kernel, args in {
-    tiles.attend: (qk, qk, v, bits),
-    tiles.attend_backward: (qk, qk, v, bits, (v, lse), v),
+    tiles.attend: (qk, qk, v, segments, bits),
+    tiles.attend_backward: (qk, qk, v, (segments, bits), (v, lse), v),
     tiles.index_scores: (q, heads, k, limit),
     tiles.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), limit),
-    tiles.attention_to: (of(8, queries, 192), heads, qk, limit),
+    functools.partial(tiles.attention_to, length): (of(8, queries, 192), heads, qk, limit),
+    lambda *args: tiles.attend(*args, None): (qk, qk, v, segments),
+    lambda q, k, v, s, kept: tiles.attend_backward(q, k, v, (s, None), kept, v): (qk, qk, v, segments, (v, lse)),
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
 """

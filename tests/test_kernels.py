@@ -9,7 +9,7 @@ import jaxprs
 import numpy as np
 import pytest
 
-from maxds.model import kernels, sparse, tpu
+from maxds.model import kernels, sparse
 
 # -------------------------------------------------------------------------------------- attention
 
@@ -106,20 +106,6 @@ def test_attention_multiplies_no_queries_by_the_keys_of_a_later_span():
     assert multiplies(attend, q, k, values) == b * n * seen * (h + v)
     _, pull = jax.vjp(attend, q, k, values)
     assert multiplies(pull, values) == b * n * seen * (3 * h + 2 * v)
-
-
-def test_attention_on_tpu_is_that_on_cpu(monkeypatch):
-    rng = np.random.default_rng(0)
-    q, k, v, dout = (rng.standard_normal((2, 2, 256, size), np.float32) for size in (24, 24, 16, 16))
-    segments = np.sort(rng.integers(0, 4, (2, 256), np.int32))
-    for name in ("attend_row", "attend_row_scored", "attend_row_backward"):
-        monkeypatch.setattr(tpu, name, functools.partial(getattr(tpu, name), interpret=True))
-    out, (_, lse), _ = kernels.attention(q, k, v, segments)
-    on_tpu = functools.partial(tpu.attend, *map(jnp.asarray, (q, k, v, segments)))
-    assert_close(on_tpu(scored=False)[:2], (out, lse))
-    assert_close(on_tpu(scored=True), kernels._attend(q, k, v, segments, True))
-    expected = kernels._attend_backward(q, k, v, segments, (out, lse), dout)
-    assert_close(tpu.attend_backward(*map(jnp.asarray, (q, k, v, segments)), (out, lse), dout), expected)
 
 
 # ----------------------------------------------------------------------------- tokens and routed rows

@@ -38,42 +38,53 @@ def test_every_tile_that_is_not_of_the_future_is_visited_once(order):
     np.testing.assert_array_equal(np.flatnonzero(visits.last), [*(changes - 1), len(along) - 1])
 
 
-# -------------------------------------------------------------------------- attention to selected keys
+# ------------------------------------------------------------------------------------------ attention
 
 LENGTH = 1024
+SEGMENTS = np.repeat([1, 2, 3, 0], [500, 100, 300, 124]).astype(np.int32)
 
 
-def selection():
-    """A tenth of the past and the query itself; the last queries select nothing of the first blocks."""
-    seen = np.tril(np.random.default_rng(1).random((LENGTH, LENGTH)) < 0.1) | np.eye(LENGTH, dtype=bool)
-    seen[-100:, :300] = False
-    return seen
+def seen(kind):
+    """The query itself, and of the past its document, or a tenth; the last queries select none of the first blocks."""
+    past = np.tril(np.ones((LENGTH, LENGTH), bool))
+    if kind == "all":
+        return past & (SEGMENTS[:, None] == SEGMENTS)
+    found = past & (np.random.default_rng(1).random((LENGTH, LENGTH)) < 0.1) | np.eye(LENGTH, dtype=bool)
+    found[-100:, :300] = False
+    return found
 
 
-def naive_attention(q, k, v):
-    scores = jnp.where(selection(), jnp.einsum("nqh,nkh->nqk", q, k), -jnp.inf)
+def naive_attention(kind, q, k, v):
+    scores = jnp.where(seen(kind), jnp.einsum("nqh,nkh->nqk", q, k), -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     return jnp.einsum("nqk,nkh->nqh", jnp.exp(scores - lse[..., None]), v), lse, jnp.max(scores, axis=-1)
 
 
-@pytest.mark.parametrize("heads_at_once", [1, 3])
-def test_attention_to_selected_keys_and_its_gradients_are_those_of_the_definition(heads_at_once, monkeypatch):
+@pytest.mark.parametrize(("kind", "heads_at_once"), [("all", 3), ("selected", 3), ("selected", 1)])
+def test_attention_and_its_gradients_are_those_of_the_definition(kind, heads_at_once, monkeypatch):
     monkeypatch.setattr(tiles, "HEADS", heads_at_once)
     monkeypatch.setattr(tiles, "WAITING", heads_at_once * 4 * LENGTH * 24)
     q, k, v, dout = draw(0, (3, LENGTH, 24), (3, LENGTH, 24), (3, LENGTH, 16), (3, LENGTH, 16))
-    packed = sparse.pack(jnp.asarray(selection())[None], LENGTH)[0]
-    (out, lse, top), pull = jax.vjp(naive_attention, q, k, v)
-    found = tiles.attend(q, k, v, packed, interpret=SIMULATED)
-    assert_close(found, (out, lse, top))
+    which = jnp.asarray(SEGMENTS), None
+    if kind == "selected":
+        which = which[0], sparse.pack(jnp.asarray(seen(kind))[None], LENGTH)[0]
+    (out, lse, top), pull = jax.vjp(functools.partial(naive_attention, kind), q, k, v)
+    assert_close(tiles.attend(q, k, v, *which, interpret=SIMULATED), (out, lse, top))
     nothing = jnp.zeros_like(lse)
     expected = pull((dout, nothing, nothing))
-    assert_close(tiles.attend_backward(q, k, v, packed, (out, lse), dout, interpret=SIMULATED), expected)
+    assert_close(tiles.attend_backward(q, k, v, which, (out, lse), dout, interpret=SIMULATED), expected)
 
 
 def test_rows_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():
-    assert tiles.can_attend(54_272, 192)
-    assert not tiles.can_attend(54_272 - 512, 192)
-    assert not tiles.can_attend(54_272 + 1024, 192)
+    for size, selected, fits in [
+        (43_008, True, True),
+        (43_008 - 512, True, False),
+        (43_008 - 512, False, True),
+        (43_008 - 64, False, False),
+        (43_008 + 1024, True, False),
+        (43_008 + 1024, False, False),
+    ]:
+        assert tiles.can_attend(size, 192, selected=selected) == fits
 
 
 # -------------------------------------------------------------------------------------- summed scores
@@ -81,10 +92,10 @@ def test_rows_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():
 QUERIES, KEYS, HEADS, SIZE = 128, 384, 6, 24
 
 
-def shares(seen):
-    """(q, k, what heads count for, k of each head), and of keys from `seen` on nothing that may be read."""
+def shares(known):
+    """(q, k, what heads count for, k of each head); keys from `known` on may not be read."""
     q, k, count_for, keys = draw(2, (HEADS, QUERIES, SIZE), (KEYS, SIZE), (HEADS, QUERIES), (HEADS, KEYS, SIZE))
-    unread = jnp.arange(KEYS)[:, None] >= seen
+    unread = jnp.arange(KEYS)[:, None] >= known
     return q, jnp.where(unread, jnp.nan, k), count_for, jnp.where(unread, jnp.nan, keys)
 
 
@@ -95,27 +106,27 @@ def weighed(q, count_for, k):
 @pytest.mark.parametrize("limit", [384, 256, 130, 1])
 def test_summed_scores_are_those_of_the_definition_up_to_the_limit(limit, monkeypatch):
     monkeypatch.setattr(tiles, "HEADS", 3)
-    seen = -(-limit // tiles.LANES) * tiles.LANES
-    q, k, count_for, keys = shares(seen)
+    known = -(-limit // tiles.LANES) * tiles.LANES
+    q, k, count_for, keys = shares(known)
     found = tiles.index_scores(q, count_for, k, jnp.int32(limit), interpret=SIMULATED)
-    assert_close(found[:, :seen], weighed(q, count_for, k[:seen]))
-    assert not np.any(found[:, seen:])
+    assert_close(found[:, :known], weighed(q, count_for, k[:known]))
+    assert not np.any(found[:, known:])
     for of_heads in (keys, keys[:1]):
-        found = tiles.attention_to(q, count_for + 9, of_heads, jnp.int32(limit), interpret=SIMULATED)
-        dots = jnp.einsum("iqh,izh->iqz", q, jnp.broadcast_to(of_heads, keys.shape)[:, :seen])
-        assert_close(found[:, :seen], jnp.exp(dots - count_for[..., None] - 9).sum(0))
+        found = tiles.attention_to(KEYS, q, count_for + 9, of_heads, jnp.int32(limit), interpret=SIMULATED)
+        dots = jnp.einsum("iqh,izh->iqz", q, jnp.broadcast_to(of_heads, keys.shape)[:, :known])
+        assert_close(found[:, :known], jnp.exp(dots - count_for[..., None] - 9).sum(0))
 
 
 @pytest.mark.parametrize("limit", [384, 130])
 def test_gradients_of_summed_scores_are_those_of_the_definition_up_to_the_limit(limit, monkeypatch):
     monkeypatch.setattr(tiles, "HEADS", 2)
-    seen = -(-limit // tiles.LANES) * tiles.LANES
-    q, k, count_for, _ = shares(seen)
+    known = -(-limit // tiles.LANES) * tiles.LANES
+    q, k, count_for, _ = shares(known)
     (dscores,) = draw(3, (QUERIES, KEYS))
     *found, dk = tiles.index_scores_backward(q, count_for, k, dscores, jnp.int32(limit), interpret=SIMULATED)
-    *expected, expected_k = jax.vjp(weighed, q, count_for, k[:seen])[1](dscores[:, :seen])
-    assert_close((found, dk[:seen]), (expected, expected_k))
-    assert not np.any(dk[seen:])
+    *expected, expected_k = jax.vjp(weighed, q, count_for, k[:known])[1](dscores[:, :known])
+    assert_close((found, dk[:known]), (expected, expected_k))
+    assert not np.any(dk[known:])
 
 
 # ------------------------------------------------------------------------------ as the model uses them

@@ -124,7 +124,7 @@ def select_among(c: Model, index: Index, keys: jax.Array, seen: jax.Array) -> ja
 def best(scores: jax.Array, seen: jax.Array, count: int) -> jax.Array:
     """Which `count` of the seen scores are the largest; of equal ones, those of lower index. All, if there are fewer.
 
-    Exact, and without sorting: the least of them is found bit by bit.
+    Exact, and without sorting: the least of them is found digit by digit.
 
     Args:
       scores: [… Z] float32.
@@ -148,14 +148,20 @@ def best(scores: jax.Array, seen: jax.Array, count: int) -> jax.Array:
 
 
 def _of_rank(numbers: jax.Array, rank: jax.Array, bits: int) -> jax.Array:
-    """The `rank`-th largest of [… Z] uint32 that have so many bits -> [… 1]."""
+    """The `rank`-th largest of [… Z] uint32 that have so many bits -> [… 1].
 
-    def one_bit(i, found):
-        tried = found | (jnp.uint32(1) << (bits - 1 - i).astype(jnp.uint32))
-        enough = jnp.sum(numbers >= tried, axis=-1, keepdims=True, dtype=jnp.uint32) >= rank
-        return jnp.where(enough, tried, found)
+    By digits of two bits: the three counts of a digit share a pass over the numbers, of which single bits take twice as
+    many.
+    """
+    digits = -(-bits // 2)
 
-    return lax.fori_loop(0, bits, one_bit, jnp.zeros((*numbers.shape[:-1], 1), jnp.uint32))
+    def one_digit(i, found):
+        shift = (2 * (digits - 1 - i)).astype(jnp.uint32)
+        tried = [found | (jnp.uint32(digit) << shift) for digit in (1, 2, 3)]
+        enough = [jnp.sum(numbers >= least, axis=-1, keepdims=True, dtype=jnp.uint32) >= rank for least in tried]
+        return found | (sum(e.astype(jnp.uint32) for e in enough) << shift)
+
+    return lax.fori_loop(0, digits, one_digit, jnp.zeros((*numbers.shape[:-1], 1), jnp.uint32))
 
 
 # ----------------------------------------------------------------------------------------------- loss
@@ -215,8 +221,7 @@ def _distributions(scores: jax.Array, attended: Attended, keys: Keys, of_attenti
     """p and log q of a block of queries, [B Q Z]; 0 and -inf where nothing is attended to, and for padding."""
     q, lse, segments, *selected, first = of_attention
     seen = sparse.unpack(selected[0])[..., : keys.count] if selected else kernels.visible(segments, keys, first)
-    limit = keys.complete(first + q.shape[2])
-    total = kernels.attention_to(q, lse, attended.k[:, :, : keys.count], limit)
+    total = kernels.attention_to(keys.count, q, lse, attended.k, keys.complete(first + q.shape[2]))
     total = jnp.where(seen & (segments > 0)[..., None], total, 0)
     mass = jnp.sum(total, axis=-1, keepdims=True)  # not the number of heads, if they also attend to other keys
     log_q = jax.nn.log_softmax(scores, where=seen)

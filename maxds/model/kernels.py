@@ -5,15 +5,14 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 
 | kernel         | CPU                        | GPU                        | TPU                                       |
 |----------------|----------------------------|----------------------------|-------------------------------------------|
-| attention      | XLA, by spans of queries   | XLA, by spans of queries   | JAX's splash, in rows of n 128 [1]        |
-| to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024 [2]            |
+| attention      | XLA, by spans of queries   | XLA, by spans of queries   | our own, in rows of n 128 [1]             |
+| to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024 [1]            |
 | to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | XLA, by blocks of queries                 |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
 | summed scores  | XLA, head by head          | XLA, head by head          | our own, of blocks of queries             |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
-[1] tokamax's forward pass of it where the largest scores are asked for.
-[2] up to 54,272 tokens, of heads of 192; others by XLA.
+[1] up to some 43,000 tokens, of heads of 192; others by XLA.
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """
@@ -28,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxds.model import scores, sparse, tiles, tpu
+from maxds.model import scores, sparse, sparsecores, tiles
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Tree, quantize
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
@@ -87,11 +86,12 @@ def _attention(scored, q, k, v, which, kept):
     if kept is not None:
         return *kept, None
     segments, selected = which
+    if _is_for_tiles(q, selected):
+        out, lse, top = jax.vmap(tiles.attend)(q, k, v, segments, selected)
+        return out, lse, top if scored else None
     if selected is not None:
-        attend = _attend_in_tiles if _is_for_tiles(q) else sparse.attend
-        return attend(q, k, v, selected, scored)
-    attend = tpu.attend if _is_for_splash(q) else _attend
-    return attend(q, k, v, segments, scored)
+        return sparse.attend(q, k, v, selected, scored)
+    return _attend(q, k, v, segments, scored)
 
 
 def _attention_forward(scored, q, k, v, which, kept):
@@ -103,29 +103,20 @@ def _attention_forward(scored, q, k, v, which, kept):
 def _attention_backward(_scored, residuals, cotangents):
     q, k, v, (segments, selected), kept, out, lse = residuals
     dout, *_ = cotangents
-    if selected is not None:
-        attend_backward = jax.vmap(tiles.attend_backward) if _is_for_tiles(q) else sparse.attend_backward
-        found = attend_backward(q, k, v, selected, (out, lse), dout)
+    if _is_for_tiles(q, selected):
+        found = jax.vmap(tiles.attend_backward)(q, k, v, (segments, selected), (out, lse), dout)
+    elif selected is not None:
+        found = sparse.attend_backward(q, k, v, selected, (out, lse), dout)
     else:
-        attend_backward = tpu.attend_backward if _is_for_splash(q) else _attend_backward
-        found = attend_backward(q, k, v, segments, (out, lse), dout)
+        found = _attend_backward(q, k, v, segments, (out, lse), dout)
     return *found, None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _is_for_splash(q: jax.Array) -> bool:
-    return _is_tpu() and q.shape[2] % 128 == 0
-
-
-def _is_for_tiles(q: jax.Array) -> bool:
-    return _is_tpu() and tiles.can_attend(*q.shape[2:])
-
-
-def _attend_in_tiles(q, k, v, selected, scored):
-    out, lse, top = jax.vmap(tiles.attend)(q, k, v, selected)
-    return out, lse, top if scored else None
+def _is_for_tiles(q: jax.Array, selected: jax.Array | None) -> bool:
+    return _is_tpu() and tiles.can_attend(*q.shape[2:], selected=selected is not None)
 
 
 @flax.struct.dataclass
@@ -270,7 +261,7 @@ def _attend_span_backward(start, k, v, segments, of_queries):
 
 def index_scores(q: jax.Array, heads: jax.Array, k: jax.Array, limit: jax.Array | int) -> jax.Array:
     """As `scores.index_scores`; of keys from `limit` on, anything that is finite."""
-    if _sums_in_tiles(q, k):
+    if _sums_in_tiles(q, k.shape[1]):
         return jax.vmap(tiles.index_scores, (0, 0, 0, None))(q, heads, k, jnp.asarray(limit))
     return scores.index_scores(q, heads, k)
 
@@ -279,20 +270,21 @@ def index_scores_backward(
     q: jax.Array, heads: jax.Array, k: jax.Array, dscores: jax.Array, limit: jax.Array | int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `scores.index_scores_backward`, of which those from `limit` on are 0."""
-    if _sums_in_tiles(q, k):
+    if _sums_in_tiles(q, k.shape[1]):
         return jax.vmap(tiles.index_scores_backward, (0, 0, 0, 0, None))(q, heads, k, dscores, jnp.asarray(limit))
     return scores.index_scores_backward(q, heads, k, dscores)
 
 
-def attention_to(q: jax.Array, lse: jax.Array, k: jax.Array, limit: jax.Array | int) -> jax.Array:
+def attention_to(count: int, q: jax.Array, lse: jax.Array, k: jax.Array, limit: jax.Array | int) -> jax.Array:
     """As `scores.attention_to`; of keys from `limit` on, anything."""
-    if _sums_in_tiles(q, k):
-        return jax.vmap(tiles.attention_to, (0, 0, 0, None))(q, lse, k, jnp.asarray(limit))
-    return scores.attention_to(q, lse, k)
+    if _sums_in_tiles(q, count):
+        attend = functools.partial(tiles.attention_to, count)
+        return jax.vmap(attend, (0, 0, 0, None))(q, lse, k, jnp.asarray(limit))
+    return scores.attention_to(count, q, lse, k)
 
 
-def _sums_in_tiles(q: jax.Array, k: jax.Array) -> bool:
-    return _is_tpu() and tiles.can_sum(q.shape[2], k.shape[-2])
+def _sums_in_tiles(q: jax.Array, count: int) -> bool:
+    return _is_tpu() and tiles.can_sum(q.shape[2], count)
 
 
 # --------------------------------------------------------------------------------- grouped matmul
@@ -452,8 +444,8 @@ def rows_of_tokens(tokens: jax.Array, routes: Routes) -> jax.Array:
 def tokens_of_rows(rows: jax.Array, routes: Routes) -> jax.Array:
     """[R D] -> [A D]: the sum of each token's rows; the transpose of `rows_of_tokens`."""
     on_sparse_cores = rows.dtype == jnp.bfloat16 and _device_kind() in SPARSE_CORES
-    if on_sparse_cores and tpu.can_sum_rows(rows.shape, choices=routes.slots.shape[1]):
-        return tpu.sum_rows(rows, routes.slots, routes.here)
+    if on_sparse_cores and sparsecores.can_sum_rows(rows.shape, choices=routes.slots.shape[1]):
+        return sparsecores.sum_rows(rows, routes.slots, routes.here)
     choices = zip(routes.slots.T, routes.here.T, strict=True)
     found = (jnp.where(here[:, None], jnp.take(rows, slots, axis=0, mode="clip"), 0) for slots, here in choices)
     return functools.reduce(jnp.add, found)

@@ -43,17 +43,19 @@ def index_scores_backward(q: Array, heads: Array, k: Array, dscores: Array) -> t
     return dq, dheads, dk
 
 
-def attention_to(q: Array, lse: Array, k: Array) -> Array:
+def attention_to(count: int, q: Array, lse: Array, k: Array) -> Array:
     """Sum over heads of their attention to each key, were it not masked.
 
     Args:
+      count: of the keys, the first so many.
       q: [B N Q H], multiplied by the softmax scale.
       lse: [B N Q] float32, log-sum-exp of the scores that were attended to.
       k: [B N Z H]; [B 1 Z H] where all heads share them.
 
     Returns:
-      [B Q Z] float32; anything where a key is not attended to.
+      [B Q count] float32; anything where a key is not attended to.
     """
+    k = k[:, :, :count]
 
     def one(total, head):
         q_head, lse_head = (lax.dynamic_index_in_dim(a, head, 1, keepdims=False) for a in (q, lse))

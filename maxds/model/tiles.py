@@ -3,7 +3,7 @@
 Tokens lie along the lanes, in arrays [heads size tokens] and in tiles [keys queries]: so heads of 192 are not padded to
 256, and what belongs to a query is spread over a tile without moving between lanes. Of a sequence's tiles only those
 are visited that are not wholly of the future; the list of them is data that a kernel reads ahead of its steps. Several
-heads share a step, and the bits of the selection that it unpacks.
+heads share a step, and the mask of its tile.
 
 Functions take and give arrays of one row of the batch, [heads tokens size]; `jax.vmap` makes a batch of it.
 """
@@ -22,7 +22,7 @@ from jax.experimental.pallas import tpu as pltpu
 LANES = 128
 MOST = 512  # of queries, and of keys, in a tile
 HEADS, HEADS_BACKWARD = 8, 4  # that share a step, at most
-VMEM, WAITING = 60 * 2**20, 40 * 2**20  # bytes that a kernel may use, and of these the gradients of queries that wait
+VMEM, WAITING = 60 * 2**20, 32 * 2**20  # bytes that a kernel may use, and of these the gradients of queries that wait
 LOWEST = -1e30  # stands for minus infinity, of which a difference would not be a number
 KEYS = 0  # dimension of a tile; queries are 1
 
@@ -48,41 +48,52 @@ def by_columns(count: int) -> Visits:
     return Visits(*np.array(pairs, np.int32).T)
 
 
-# -------------------------------------------------------------------------- attention to selected keys
+# ------------------------------------------------------------------------------------------ attention
 
 
-def can_attend(length: int, size: int) -> bool:
-    """Whether rows of so many tokens, of heads of this size, are for `attend` and its backward pass.
+def can_attend(length: int, size: int, *, selected: bool) -> bool:
+    """Whether rows of so many tokens, of heads of this size, are for `attend` and its backward pass."""
+    return length % (8 * LANES if selected else LANES) == 0 and 4 * length * size <= WAITING
 
-    A tile's keys are of one run of the selection.
+
+def attend(
+    q: Array, k: Array, v: Array, segments: Array, selected: Array | None, *, interpret: Any = False
+) -> tuple[Array, Array, Array]:
+    """Causal attention within documents, or to the selected keys, of one row.
+
+    Args:
+      q: [N S H], already multiplied by the softmax scale.
+      k: [N S H].
+      v: [N S Hv].
+      segments: [S] int32; not read where keys are selected.
+      selected: as `sparse.pack`, [S S / 8], at least one for each query; None: all of the query's segment up to it.
+      interpret: as of `pallas_call`.
+
+    Returns:
+      The output [N S Hv]; of each query the log-sum-exp of the scores, and the largest of them [N S] float32.
     """
-    return length % (8 * LANES) == 0 and 4 * length * size <= WAITING
-
-
-def attend(q: Array, k: Array, v: Array, selected: Array, *, interpret: Any = False) -> tuple[Array, Array, Array]:
-    """As `sparse.attend`, of one row: [N S H], [N S H], [N S Hv], [S S / 8] -> [N S Hv], [N S], [N S]."""
     (heads, length, size), size_v = q.shape, v.shape[2]
-    block, group = _block(length // 8), _group(heads, HEADS)
-    visits, run = by_rows(length // block), length // 8 // block
-    of_query, of_key, bits = _places(group, block, run)
+    mask, group = _mask(segments, selected), _group(heads, HEADS)
+    visits, (of_query, of_key) = by_rows(length // mask.block), _places(group, mask.block)
     of_row = jax.ShapeDtypeStruct((heads, 1, length), jnp.float32)
     out, lse, top = _call(
-        functools.partial(_attend, run),
+        functools.partial(_attend, mask.hidden),
         jax.tree.map(jnp.asarray, visits),
-        [(_turned(q), of_query(size)), (_turned(k), of_key(size)), (_turned(v), of_key(size_v)), (selected, bits)],
+        [(_turned(q), of_query(size)), (_turned(k), of_key(size)), (_turned(v), of_key(size_v)), *mask.given],
         [(_like(_turned(v)), of_query(size_v)), (of_row, of_query(1)), (of_row, of_query(1))],
-        [(block, block), (group, 1, block), (group, 1, block), (group, size_v, block)],
+        [(mask.block, mask.block), *((group, rows, mask.block) for rows in (1, 1, size_v))],
         grid=(heads // group, len(visits.query)),
-        flops=2 * len(visits.query) * block**2 * heads * (size + size_v),
+        flops=2 * len(visits.query) * mask.block**2 * heads * (size + size_v),
+        name="attend",
         interpret=interpret,
     )
     return _turned(out), lse[:, 0], top[:, 0]
 
 
-def _attend(run, visits, given, found, held):
-    (q, k, v, bits), (out, lse, top), (hidden, highest, total, summed) = given, found, held
+def _attend(hide, visits, given, found, held):
+    (q, k, v, *mask), (out, lse, top), (hidden, highest, total, summed) = given, found, held
     t = pl.program_id(1)
-    hidden[...] = _hidden(bits[...], lax.div(visits.key[t], run))
+    hidden[...] = hide(mask, visits.query[t], visits.key[t])
 
     @pl.when(visits.first[t] == 1)
     def _():
@@ -107,39 +118,54 @@ def _attend(run, visits, given, found, held):
 
 
 def attend_backward(
-    q: Array, k: Array, v: Array, selected: Array, kept: tuple[Array, Array], dout: Array, *, interpret: Any = False
+    q: Array,
+    k: Array,
+    v: Array,
+    which: tuple[Array, Array | None],
+    kept: tuple[Array, Array],
+    dout: Array,
+    *,
+    interpret: Any = False,
 ) -> tuple[Array, Array, Array]:
-    """As `sparse.attend_backward`, of one row.
+    """Gradients of q, k and v, given (segments, selected), output and log-sum-exp, and the gradient of the output.
 
     Queries have seen all their keys when those of their own block come, so their gradient is written then; until then
     those of all queries wait in VMEM.
     """
     (heads, length, size), size_v, (out, lse) = q.shape, v.shape[2], kept
-    block = _block(length // 8)
-    group = _group(heads, min(HEADS_BACKWARD, WAITING // (4 * length * size)))
-    visits, run = by_columns(length // block), length // 8 // block
-    of_query, of_key, bits = _places(group, block, run)
+    mask, group = _mask(*which), _group(heads, min(HEADS_BACKWARD, WAITING // (4 * length * size)))
+    visits, (of_query, of_key) = by_columns(length // mask.block), _places(group, mask.block)
     delta = jnp.einsum("nsh,nsh->ns", dout, out, preferred_element_type=jnp.float32)
     q, k, v, dout = map(_turned, (q, k, v, dout))
-    of_queries = [(lse[:, None], of_query(1)), (delta[:, None], of_query(1)), (dout, of_query(size_v))]
+    of_queries = [
+        (q, of_query(size)),
+        (lse[:, None], of_query(1)),
+        (delta[:, None], of_query(1)),
+        (dout, of_query(size_v)),
+    ]
     dq, dk, dv = _call(
-        functools.partial(_attend_backward, run),
+        functools.partial(_attend_backward, mask.hidden),
         jax.tree.map(jnp.asarray, visits),
-        [(q, of_query(size)), (k, of_key(size)), (v, of_key(size_v)), (selected, bits), *of_queries],
+        [*of_queries, (k, of_key(size)), (v, of_key(size_v)), *mask.given],
         [(_like(q), of_key(size)), (_like(k), of_key(size)), (_like(v), of_key(size_v))],
-        [(block, block), (length // block, group, size, block), (group, size, block), (group, size_v, block)],
+        [
+            (mask.block, mask.block),
+            (length // mask.block, group, size, mask.block),
+            *((group, rows, mask.block) for rows in (size, size_v)),
+        ],
         grid=(heads // group, len(visits.query)),
-        flops=2 * len(visits.query) * block**2 * heads * (3 * size + 2 * size_v),
+        flops=2 * len(visits.query) * mask.block**2 * heads * (3 * size + 2 * size_v),
+        name="attend_backward",
         interpret=interpret,
     )
     return _turned(dq), _turned(dk), _turned(dv)
 
 
-def _attend_backward(run, visits, given, found, held):
-    (q, k, v, bits, lse, delta, dout), (dq, dk, dv), (hidden, dqs, dks, dvs) = given, found, held
+def _attend_backward(hide, visits, given, found, held):
+    (q, lse, delta, dout, k, v, *mask), (dq, dk, dv), (hidden, dqs, dks, dvs) = given, found, held
     t = pl.program_id(1)
     query, key = visits.query[t], visits.key[t]
-    hidden[...] = _hidden(bits[...], lax.div(key, run))
+    hidden[...] = hide(mask, query, key)
 
     @pl.when(visits.first[t] == 1)
     def _():
@@ -167,8 +193,8 @@ def _attend_backward(run, visits, given, found, held):
         dv[...] = dvs[...].astype(dv.dtype)
 
 
-def _places(group: int, block: int, run: int) -> tuple[Callable, Callable, pl.BlockSpec]:
-    """Blocks of queries and of keys, by their size, and of the selection's bytes, whose runs have so many blocks."""
+def _places(group: int, block: int) -> tuple[Callable, Callable]:
+    """Blocks of an array [heads size tokens], by its size: of the queries, and of the keys, that a step reads."""
 
     def of_query(size: int) -> pl.BlockSpec:
         return pl.BlockSpec((group, size, block), lambda g, t, visits: (g, 0, visits.query[t]))
@@ -176,13 +202,39 @@ def _places(group: int, block: int, run: int) -> tuple[Callable, Callable, pl.Bl
     def of_key(size: int) -> pl.BlockSpec:
         return pl.BlockSpec((group, size, block), lambda g, t, visits: (g, 0, visits.key[t]))
 
+    return of_query, of_key
+
+
+class _Mask(NamedTuple):
+    """What queries do not attend to."""
+
+    block: int  # queries, and keys, of a tile
+    given: list  # arrays that say it, each with its blocks
+    hidden: Callable  # (references to these, block of queries, block of keys) -> [keys queries]: 0, or LOWEST to hide
+
+
+def _mask(segments: Array, selected: Array | None) -> _Mask:
+    if selected is None:
+        block = _block(len(segments))
+        of_query = pl.BlockSpec((1, block), lambda g, t, visits: (0, visits.query[t]))
+        of_key = pl.BlockSpec((1, block), lambda g, t, visits: (0, visits.key[t]))
+        return _Mask(block, [(segments[None], of_query), (segments[None], of_key)], _not_seen)
+    block = _block(len(segments) // 8)  # keys of a tile are of one run of the selection
+    run = len(segments) // 8 // block
     bits = pl.BlockSpec((block, block), lambda g, t, visits: (visits.query[t], lax.rem(visits.key[t], run)))
-    return of_query, of_key, bits
+    return _Mask(block, [(selected, bits)], functools.partial(_not_selected, run))
 
 
-def _hidden(bits: Array, bit: Array) -> Array:
-    """What is added to the scores of a tile [keys queries]: 0, or LOWEST where the bit is not set."""
-    seen = lax.shift_right_logical(bits.astype(jnp.int32), bit) & 1
+def _not_seen(segments, query, key):
+    of_query, of_key = (a[...].astype(jnp.float32) for a in segments)
+    size = of_query.shape[1]
+    of_key = jnp.broadcast_to(of_key, (LANES, size)).T[:, :1]
+    later = lax.broadcasted_iota(jnp.int32, (size, size), 0) > lax.broadcasted_iota(jnp.int32, (size, size), 1)
+    return jnp.where((of_key != of_query) | (later & (query == key)), LOWEST, 0.0)
+
+
+def _not_selected(run, bits, _, key):
+    seen = lax.shift_right_logical(bits[0][...].astype(jnp.int32), lax.div(key, run)) & 1
     return (LOWEST * (1 - seen).astype(jnp.float32)).T
 
 
@@ -196,17 +248,18 @@ def can_sum(queries: int, keys: int) -> bool:
 
 def index_scores(q: Array, heads: Array, k: Array, limit: Array, *, interpret: Any = False) -> Array:
     """As `scores.index_scores`, of one row: [I Q H], [I Q], [Z H] -> [Q Z]; 0 in blocks of keys from `limit` on."""
-    return _summed(lambda dots, head: head * jnp.maximum(dots, 0), q, heads, k[None], limit, interpret)
+    return _summed(len(k), lambda dots, head: head * jnp.maximum(dots, 0), (q, heads, k[None]), limit, interpret)
 
 
-def attention_to(q: Array, lse: Array, k: Array, limit: Array, *, interpret: Any = False) -> Array:
-    """As `scores.attention_to`, of one row: [N Q H], [N Q], [N Z H] or [1 Z H] -> [Q Z]; 0 as in `index_scores`."""
-    return _summed(lambda dots, lse: jnp.exp(dots - lse), q, lse, k, limit, interpret)
+def attention_to(count: int, q: Array, lse: Array, k: Array, limit: Array, *, interpret: Any = False) -> Array:
+    """As `scores.attention_to`, of one row: [N Q H], [N Q], [N Z H] or [1 Z H] -> [Q count]; 0 as in `index_scores`."""
+    return _summed(count, lambda dots, lse: jnp.exp(dots - lse), (q, lse, k), limit, interpret)
 
 
-def _summed(weigh: Callable, q: Array, of_query: Array, k: Array, limit: Array, interpret: Any) -> Array:
-    """The sum over heads of weigh(scores, what belongs to the query)."""
-    (heads, queries, size), (of_heads, count, _) = q.shape, k.shape
+def _summed(count: int, weigh: Callable, given: tuple[Array, ...], limit: Array, interpret: Any) -> Array:
+    """The sum over heads of weigh(scores, what belongs to the query), of the first `count` keys."""
+    q, of_query, k = given
+    (heads, queries, size), of_heads = q.shape, len(k)
     block, group = _block(count), _group(heads, HEADS)
     at_head, at_key = _until(block)
     keys = pl.BlockSpec((min(group, of_heads), size, block), lambda j, g, limit: (
@@ -224,6 +277,7 @@ def _summed(weigh: Callable, q: Array, of_query: Array, k: Array, limit: Array, 
         [(block, queries)],
         grid=(count // block, heads // group),
         flops=queries * count * heads * size,  # of half the keys
+        name="sum_heads",
         interpret=interpret,
     )
     return total
@@ -281,6 +335,7 @@ def index_scores_backward(
         [(block, queries), (steps[1], *of_query), (steps[1], *per_query)],
         grid=steps,
         flops=queries * keys * count * 3 * size,  # of half the keys
+        name="index_scores_backward",
         interpret=interpret,
     )
     return _turned(dq), dheads[:, 0], _turned(dk)
@@ -339,7 +394,7 @@ def _call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **
       given: arrays, each with its blocks.
       found: shapes of results, each with its blocks.
       held: shapes of what stays in VMEM from step to step, float32.
-      **how: `grid`, its extents; `flops` of all products; `interpret`, as of `pallas_call`.
+      **how: `grid`, its extents; `flops` of all products; `name` and `interpret`, as of `pallas_call`.
     """
     moved = [a for a, _ in (*given, *found)]
     bytes_moved = sum(a.size * a.dtype.itemsize for a in moved)
@@ -356,6 +411,7 @@ def _call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **
         out_shape=[tuple(shape for shape, _ in found)],
         cost_estimate=pl.CostEstimate(flops=how["flops"], transcendentals=0, bytes_accessed=bytes_moved),
         compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
+        name=how["name"],
         interpret=how["interpret"],
     )(ahead, arrays)
     return results
