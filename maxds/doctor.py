@@ -1,9 +1,10 @@
 """The command: python -m maxds.doctor [CONFIG.yaml] [key=value ...]
 
 Looks at what a run needs before it is started, and tells it on one screen: the versions installed, the devices, and
-with a config whether mesh, model, batch and memory fit them, whether the run's folder and the compile cache can be
-written, and whether the data can be read. Of several processes, started as those of a run, the first prints; each says
-what it finds at fault, and their clocks are compared. It compiles nothing, and leaves nothing but the run's folder.
+with a config whether mesh, model, batch and memory fit them, whether the device's kernels compute what the host's CPU
+does, whether the run's folder and the compile cache can be written, and whether the data can be read. Of several
+processes, started as those of a run, the first prints; each says what it finds at fault, and their clocks are compared.
+It compiles nothing but these kernels, and leaves nothing but the run's folder.
 
 exit code 0   nothing is at fault                   2   something is: each in a line, with its remedy
           1   a defect of maxds or the machine
@@ -26,17 +27,19 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import maxds
-from maxds import command, describe, loader, optimizer
+from maxds import command, describe, loader, optimizer, trial
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
 from maxds.aot import topology
 from maxds.config import Config
 from maxds.config import Mesh as MeshConfig
-from maxds.model import deepseek
+from maxds.model import deepseek, sparsecores
 
 PACKAGES = "jax jaxlib libtpu flax optax orbax-checkpoint grain tokamax qwix numpy".split()
 MAX_SKEW = 5.0  # seconds: beyond, logs of hosts tell no order, and tokens for buckets may be refused
+
+MAX_DIFFERENCE = 0.02  # of a kernel's results in bfloat16, whose roundings alone make half a percent
 
 GIB = 2**30
 
@@ -90,6 +93,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
         checks = {
             "mesh": lambda: fit(config),
             "memory": lambda: memory(config),
+            "kernels": lambda: hold(config),
             "run_dir": lambda: probe(config.run_dir),
             "cache": lambda: cache(config),
             "data": lambda: "; ".join(data_lib.reach(config.data, config.model.vocab_size)),
@@ -182,6 +186,27 @@ def memory(config: Config) -> str:
             f"{figures}: more devices, optimizer.state_dtype=bfloat16, or what python -m maxds.compile … --fix finds"
         )
     return f"{figures}; activations come on top"
+
+
+def hold(config: Config) -> str:
+    """The kernels of a device, held against the CPU of its host."""
+    device = jax.local_devices()[0]
+    if device.platform == "cpu":
+        raise Remark("not tried: the devices are the CPU that they would be held against")
+    try:
+        found = trial.differences(config.model, device, jax.local_devices(backend="cpu")[0])
+    except (RuntimeError, sparsecores.KernelError) as error:  # of JAX's backends and compilers
+        reason = str(error).strip().splitlines()[0]
+        raise DoctorError(
+            f"kernels cannot be tried: {reason}; install the versions tested, with JAX_PLATFORMS unset"
+        ) from error
+    figures = ", ".join(f"{name} {difference:.2%}" for name, difference in found.items())
+    if not all(difference <= MAX_DIFFERENCE for difference in found.values()):
+        raise DoctorError(
+            f"on {device.device_kind} kernels compute something else than on CPU: {figures}, of which rounding makes "
+            f"{MAX_DIFFERENCE:.0%} at most: do not train with them; install the tested versions, and report it"
+        )
+    return f"off the CPU's results by {figures}"
 
 
 def probe(folder: str) -> str:

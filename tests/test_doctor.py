@@ -5,7 +5,9 @@ import pathlib
 import socket
 import subprocess
 import sys
+import types
 
+import jax
 import numpy as np
 import pytest
 
@@ -49,7 +51,8 @@ def test_a_sound_run_is_found_so_on_one_screen_and_nothing_is_left_in_its_folder
     overrides = f"run_dir={tmp_path}/run", "compile_cache=null", "mesh.cpu_devices=8"
     code, lines, err = finish(start(TINY, *overrides))
     assert (code, err) == (0, "")
-    wanted = dict.fromkeys(("devices", "versions", "mesh", "memory", "run_dir", "data"), "ok") | {"cache": "note"}
+    wanted = dict.fromkeys(("devices", "versions", "mesh", "memory", "run_dir", "data"), "ok")
+    wanted |= dict.fromkeys(("kernels", "cache"), "note")
     assert verdicts(lines) == wanted
     assert list((tmp_path / "run").iterdir()) == []
 
@@ -67,7 +70,9 @@ def test_every_fault_has_a_line_with_its_remedy(tmp_path):
     )
     assert (code, err) == (2, "")
     said = {line.split()[1]: line for line in lines}
-    unsound = dict.fromkeys(("mesh", "run_dir", "data"), "FAULT") | dict.fromkeys(("memory", "cache"), "note")
+    unsound = dict.fromkeys(("mesh", "run_dir", "data"), "FAULT") | dict.fromkeys(
+        ("memory", "kernels", "cache"), "note"
+    )
     assert verdicts(lines) == {"devices": "ok", "versions": "ok"} | unsound
     assert "mesh.fsdp=3 x mesh.expert=2 does not fit the 8 devices present: set mesh.fsdp=-1" in said["mesh"]
     assert f"{tmp_path}/file/run cannot be written and read (Not a directory): set another" in said["run_dir"]
@@ -131,6 +136,33 @@ def test_a_state_that_a_device_cannot_hold_is_a_fault_before_anything_is_allocat
     assert "GiB of a device for weights, optimizer and gradients" in doctor.memory(load())
     with pytest.raises(doctor.DoctorError, match=r"optimizer\.state_dtype=bfloat16"):
         doctor.memory(load("model.vocab_size=4_000_000_000"))
+
+
+@pytest.mark.parametrize(("found", "verdict"), [(0.004, "ok"), (0.3, "FAULT"), (float("nan"), "FAULT")])
+def test_kernels_that_compute_something_else_than_the_cpu_are_a_fault(found, verdict, monkeypatch):
+    monkeypatch.setattr(
+        doctor.jax, "local_devices", lambda **_: [types.SimpleNamespace(platform="tpu", device_kind="T")]
+    )
+    monkeypatch.setattr(doctor.trial, "differences", lambda *_: {"sum of rows": 0.0, "attention": found})
+    finding = doctor.look("kernels", lambda: doctor.hold(load()))
+    assert finding.verdict == verdict and f"sum of rows 0.00%, attention {found:.2%}" in finding.text
+    assert ("do not train" in finding.text) == (verdict == "FAULT")
+
+
+def test_kernels_that_do_not_compile_are_a_fault_and_no_traceback(monkeypatch):
+    monkeypatch.setattr(
+        doctor.jax, "local_devices", lambda **_: [types.SimpleNamespace(platform="tpu", device_kind="T")]
+    )
+    monkeypatch.setattr(doctor.trial, "differences", raising(jax.errors.JaxRuntimeError("INTERNAL: Mosaic\nmore")))
+    finding = doctor.look("kernels", lambda: doctor.hold(load()))
+    assert (finding.verdict, "INTERNAL: Mosaic;" in finding.text) == ("FAULT", True)
+
+
+def raising(error):
+    def fail(*_):
+        raise error
+
+    return fail
 
 
 def test_a_batch_or_a_model_that_the_mesh_does_not_divide_is_a_fault():

@@ -19,7 +19,7 @@ ORDER = """command section architecture config nodes loader mesh quantize params
     data checksum integrity checkpoint parts records goodput exporter metrics report trained generate score watchdog
     saves rollback loop train
     hf hf.files hf.quantized hf.table hf.v4 hf.settings convert
-    compile cluster jobset launch doctor""".split()
+    compile cluster jobset launch trial doctor""".split()
 # Less than the order would allow.
 ONLY = {"flops": {"architecture"}, "quantize": set(), "schedule": {"quantize", "params"}}
 MODULES = {

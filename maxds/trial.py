@@ -1,0 +1,125 @@
+"""A trial of this device's kernels: what they make of drawn numbers, held against what the host's CPU makes of them.
+
+Tests of maxds run the kernels for TPU in a simulated memory, and compile them; whether a machine computes what it
+should, only it can tell.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from maxds.architecture import Model
+from maxds.model import indexer, kernels, sparse
+from maxds.model.indexer import Attended, Index
+from maxds.params import Tree
+
+LENGTH, HEADS = 1024, 8  # tokens of the row, and heads of attention
+ROWS, CHOICES, EXPERTS = 2048, 4, 8
+
+Trial = tuple[Callable, tuple]
+"""A function of arrays, and the arrays."""
+
+
+def differences(model: Model, device: Any, reference: Any) -> dict[str, float]:
+    """What each kernel that a model uses computes on a device and on another.
+
+    Returns:
+      By kernel the largest difference of its results and gradients, each over the largest number that it is one of;
+      not a number where one is none.
+    """
+    return {name: _difference(trial, device, reference) for name, trial in _trials(model).items()}
+
+
+def _difference(trial: Trial, device: Any, reference: Any) -> float:
+    found, expected = (jax.tree.leaves(_run(trial, where)) for where in (device, reference))
+    return float(np.max([np.abs(a - b).max() / np.abs(b).max() for a, b in zip(found, expected, strict=True)]))
+
+
+def _run(trial: Trial, device: Any) -> Tree:
+    """Results in float32; kernels are chosen for the mesh that a program is traced in."""
+    fn, args = trial
+    with jax.set_mesh(jax.sharding.Mesh(np.array([device]), "alone")):
+        results = jax.jit(fn)(*jax.device_put(args, device))
+    return jax.tree.map(lambda a: np.asarray(a, np.float32), results)
+
+
+def _trials(model: Model) -> dict[str, Trial]:
+    found = {"grouped matmul": _grouped_matmul(), "sum of rows": _sum_of_rows(model)}
+    if model.kv_lora_rank is not None:
+        found["attention"] = _attention(model, None)
+    if model.index_topk is not None:
+        found["index"] = _index(model)
+        if model.kv_lora_rank is not None:
+            found["attention to selected"] = _attention(model, _selected())
+    return found
+
+
+def _draw(*shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Of one seed, so that every process draws the same."""
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape, np.float32), jnp.bfloat16) for shape in shapes]
+
+
+def _documents() -> jax.Array:
+    return jnp.asarray(np.repeat([[1, 2, 0]], [LENGTH // 2, LENGTH // 4, LENGTH // 4], axis=1).astype(np.int32))
+
+
+def _selected() -> jax.Array:
+    """Of each query itself, and of its past every third key."""
+    query, key = np.arange(LENGTH)[:, None], np.arange(LENGTH)
+    return sparse.pack(jnp.asarray((key <= query) & ((query - key) % 3 == 0))[None], LENGTH)
+
+
+def _attention(model: Model, selected: jax.Array | None) -> Trial:
+    size, size_v = model.qk_head_dim, model.v_head_dim
+
+    def run(q, k, v, dout):
+        def attend(q, k, v):
+            return kernels.attention(q, k, v, _documents(), None, selected)[0]
+
+        out, pull = jax.vjp(attend, q * size**-0.5, k, v)
+        return out, pull(dout)
+
+    return run, tuple(_draw(*((1, HEADS, LENGTH, width) for width in (size, size, size_v, size_v))))
+
+
+def _index(model: Model) -> Trial:
+    """The loss of an indexer and its gradient."""
+    count, size = model.index_n_heads, model.index_head_dim
+
+    def run(q, k, heads, queries, keys):
+        scores = jnp.einsum("bnqh,bnkh->bnqk", queries, keys, preferred_element_type=jnp.float32)
+        seen = jnp.tril(jnp.ones((LENGTH, LENGTH), bool))
+        lse = jax.nn.logsumexp(jnp.where(seen, scores, -jnp.inf), axis=-1)
+        attended = Attended(queries, keys, lse, None, jnp.ones((1, LENGTH), jnp.int32))
+        return jax.value_and_grad(indexer.divergence)(Index(q, k, heads * size**-0.5), attended)
+
+    of_attention = (1, HEADS, LENGTH, 64)
+    shapes = (1, count, LENGTH, size), (1, LENGTH, size), (1, count, LENGTH), of_attention, of_attention
+    q, k, heads, queries, keys = _draw(*shapes)
+    return run, (q, k, heads.astype(jnp.float32), queries / 8, keys)
+
+
+def _grouped_matmul() -> Trial:
+    """Of which some groups are empty, and rows are left over."""
+    sizes = jnp.asarray([ROWS // 2, 0, 100, 3, ROWS // 4, 0, 17, 1], jnp.int32)
+
+    def run(x, w, dy):
+        y, pull = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, sizes), x, w)
+        inside = jnp.arange(ROWS)[:, None] < jnp.sum(sizes)
+        dx, dw = pull(jnp.where(inside, dy, 0))
+        return jnp.where(inside, y, 0), jnp.where(inside, dx, 0), dw
+
+    return run, tuple(_draw((ROWS, 256), (EXPERTS, 256, 512), (ROWS, 512)))
+
+
+def _sum_of_rows(model: Model) -> Trial:
+    """Of half of the pairs of tokens and choices; rows lie in no order."""
+    tokens = ROWS // CHOICES
+    order = np.random.default_rng(0).permutation(ROWS)
+    slots = jnp.asarray(np.argsort(order).reshape(tokens, CHOICES).astype(np.int32))
+    routes = kernels.Routes(jnp.asarray(order.astype(np.int32)), slots, slots < ROWS // 2)
+    return lambda rows: kernels.tokens_of_rows(rows, routes), tuple(_draw((ROWS, model.hidden_size)))

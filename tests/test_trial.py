@@ -1,0 +1,59 @@
+"""The trial of a device's kernels finds those that are right right, and what is wrong wrong."""
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from maxds import doctor, trial
+from maxds.model import kernels, tiles
+
+V3 = dataclasses.replace(tiny.V3, hidden_size=16)
+V32 = dataclasses.replace(tiny.V32, hidden_size=16, index_head_dim=16)
+
+
+@pytest.fixture
+def _tpu(monkeypatch):
+    """The device, of which there is one here, computes first, with the kernels for TPU as Pallas interprets them."""
+    for name in ("attend", "attend_backward", "index_scores", "index_scores_backward", "attention_to"):
+        monkeypatch.setattr(tiles, name, functools.partial(getattr(tiles, name), interpret=True))
+    turns, run = [], trial._run
+
+    def in_turn(*args):
+        jax.clear_caches()
+        turns.append(len(turns) % 2 == 0)
+        return run(*args)
+
+    monkeypatch.setattr(trial, "_run", in_turn)
+    monkeypatch.setattr(kernels, "_is_tpu", lambda: turns[-1])
+    monkeypatch.setattr(trial, "HEADS", 2)
+
+
+def differences(model):
+    (cpu, *_) = jax.devices()
+    return trial.differences(model, cpu, cpu)
+
+
+@pytest.mark.usefixtures("_tpu")
+def test_kernels_that_are_right_differ_by_their_roundings():
+    found = differences(V32)
+    assert set(found) == {"grouped matmul", "sum of rows", "attention", "attention to selected", "index"}
+    assert all(0 < found[name] <= doctor.MAX_DIFFERENCE for name in ("attention", "attention to selected", "index"))
+
+
+@pytest.mark.usefixtures("_tpu")
+@pytest.mark.parametrize(("wrong", "by"), [("attend", 0.9), ("attend_backward", 0.9), ("attend_backward", np.nan)])
+def test_a_kernel_that_is_wrong_in_one_block_is_told(wrong, by, monkeypatch):
+    right = getattr(tiles, wrong)
+
+    def spoiled(*args, **more):
+        first, *others = right(*args, **more)
+        return first.at[:, 128:256].multiply(by), *others
+
+    monkeypatch.setattr(tiles, wrong, spoiled)
+    found = differences(V3)
+    assert set(found) == {"grouped matmul", "sum of rows", "attention"}
+    assert not found["attention"] <= doctor.MAX_DIFFERENCE
