@@ -129,20 +129,19 @@ def attend_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v, given (segments, selected), output and log-sum-exp, and the gradient of the output.
 
-    Queries have seen all their keys when those of their own block come, so their gradient is written then; until then
-    those of all queries wait in VMEM.
+    Queries see the first keys first, and have seen all when those of their own block come: so what they need of their
+    output is made then, and their gradient is written then. In between, those of all queries wait in VMEM.
     """
     (heads, length, size), size_v, (out, lse) = q.shape, v.shape[2], kept
     mask, group = _mask(*which), _group(heads, min(HEADS_BACKWARD, WAITING // (4 * length * size)))
     visits, (of_query, of_key) = by_columns(length // mask.block), _places(group, mask.block)
-    delta = jnp.einsum("nsh,nsh->ns", dout, out, preferred_element_type=jnp.float32)
-    q, k, v, dout = map(_turned, (q, k, v, dout))
-    of_queries = [
-        (q, of_query(size)),
-        (lse[:, None], of_query(1)),
-        (delta[:, None], of_query(1)),
-        (dout, of_query(size_v)),
-    ]
+    blocks = length // mask.block
+    at_first = pl.BlockSpec(
+        (group, size_v, mask.block),
+        lambda g, t, visits: (g, 0, jnp.where(visits.key[t] == 0, visits.query[t], blocks - 1)),
+    )
+    q, k, v, out, dout = map(_turned, (q, k, v, out, dout))
+    of_queries = [(q, of_query(size)), (lse[:, None], of_query(1)), (out, at_first), (dout, of_query(size_v))]
     dq, dk, dv = _call(
         functools.partial(_attend_backward, mask.hidden),
         jax.tree.map(jnp.asarray, visits),
@@ -150,7 +149,7 @@ def attend_backward(
         [(_like(q), of_key(size)), (_like(k), of_key(size)), (_like(v), of_key(size_v))],
         [
             (mask.block, mask.block),
-            (length // mask.block, group, size, mask.block),
+            *((blocks, group, rows, mask.block) for rows in (1, size)),
             *((group, rows, mask.block) for rows in (size, size_v)),
         ],
         grid=(heads // group, len(visits.query)),
@@ -162,7 +161,7 @@ def attend_backward(
 
 
 def _attend_backward(hide, visits, given, found, held):
-    (q, lse, delta, dout, k, v, *mask), (dq, dk, dv), (hidden, dqs, dks, dvs) = given, found, held
+    (q, lse, out, dout, k, v, *mask), (dq, dk, dv), (hidden, deltas, dqs, dks, dvs) = given, found, held
     t = pl.program_id(1)
     query, key = visits.query[t], visits.key[t]
     hidden[...] = hide(mask, query, key)
@@ -175,11 +174,13 @@ def _attend_backward(hide, visits, given, found, held):
     @pl.when(key == 0)
     def _():
         dqs[query] = jnp.zeros(dqs.shape[1:], jnp.float32)
+        products = out[...].astype(jnp.float32) * dout[...].astype(jnp.float32)
+        deltas[query] = jnp.sum(products, axis=1, keepdims=True)
 
     for h in range(len(q)):
         weights = jnp.exp(_dot(k[h], q[h], 0, 0) + hidden[...] - lse[h])
         dvs[h] += _dot(dout[h], weights.astype(v.dtype), 1, 1)
-        dscores = (weights * (_dot(v[h], dout[h], 0, 0) - delta[h])).astype(q.dtype)
+        dscores = (weights * (_dot(v[h], dout[h], 0, 0) - deltas[query, h])).astype(q.dtype)
         dks[h] += _dot(q[h], dscores, 1, 1)
         dqs[query, h] += _dot(k[h], dscores, 1, 0)
 
