@@ -20,8 +20,8 @@ _FREE_TARGETS = set(
     "annotate_device_placement GatherScatterIndicesBitpacked".split()
 )
 
-# The compiler tells no cycles of kernels. In its schedules of those of model/tiles.py one can count them: attention with
-# its gradients reaches 0.41 of TPU7x's peak, 0.40 of v5p's and 0.38 of v6e's.
+# The compiler tells no cycles of kernels. In its schedules of those of model/tiles.py one can count them: attention
+# with its gradients reaches 0.41 of TPU7x's peak, 0.40 of v5p's and 0.38 of v6e's.
 SCHEDULED = 0.4
 
 BASES = {
