@@ -16,7 +16,7 @@ from maxds.model import indexer, kernels, sparse
 from maxds.model.indexer import Attended, Index
 from maxds.params import Tree
 
-LENGTH, HEADS = 1024, 8  # tokens of the row, and heads of attention
+LENGTH, HEADS = 4096, 16  # tokens of the row, and heads: of these are tiles and groups of their full size
 ROWS, CHOICES, EXPERTS = 2048, 4, 8
 
 Trial = tuple[Callable, tuple]
@@ -88,7 +88,7 @@ def _attention(model: Model, selected: jax.Array | None) -> Trial:
 
 def _index(model: Model) -> Trial:
     """The loss of an indexer and its gradient."""
-    count, size = model.index_n_heads, model.index_head_dim
+    size = model.index_head_dim
 
     def run(q, k, heads, queries, keys):
         scores = jnp.einsum("bnqh,bnkh->bnqk", queries, keys, preferred_element_type=jnp.float32)
@@ -98,7 +98,7 @@ def _index(model: Model) -> Trial:
         return jax.value_and_grad(indexer.divergence)(Index(q, k, heads * size**-0.5), attended)
 
     of_attention = (1, HEADS, LENGTH, 64)
-    shapes = (1, count, LENGTH, size), (1, LENGTH, size), (1, count, LENGTH), of_attention, of_attention
+    shapes = (1, HEADS, LENGTH, size), (1, LENGTH, size), (1, HEADS, LENGTH), of_attention, of_attention
     q, k, heads, queries, keys = _draw(*shapes)
     return run, (q, k, heads.astype(jnp.float32), queries / 8, keys)
 

@@ -30,6 +30,7 @@ def _tpu(monkeypatch):
     monkeypatch.setattr(trial, "_run", in_turn)
     monkeypatch.setattr(kernels, "_is_tpu", lambda: turns[-1])
     monkeypatch.setattr(trial, "HEADS", 2)
+    monkeypatch.setattr(trial, "LENGTH", 1024)
 
 
 def differences(model):
