@@ -1,5 +1,6 @@
 """Eight virtual CPU devices for every test."""
 
+import functools
 import gc
 import os
 
@@ -8,6 +9,8 @@ import jax
 import pytest
 import running
 from jax.experimental.compilation_cache import compilation_cache
+
+from maxds.model.tiles import causal, sums, window
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -35,6 +38,18 @@ def no_programs_left():
     jax.config.update("jax_compilation_cache_dir", None)
     compilation_cache.reset_cache()
     jax.clear_caches()
+
+
+@pytest.fixture
+def interpreted(monkeypatch):
+    """Kernels for TPU are run by Pallas' interpreter."""
+    for module, names in (
+        (causal, ("attend", "attend_backward")),
+        (sums, ("index_scores", "index_scores_backward", "attention_to")),
+        (window, ("attend", "attend_backward")),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, functools.partial(getattr(module, name), interpret=True))
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from maxds import loader, trial
 from maxds.aot import topology
 from maxds.config import Config
-from maxds.model import tiles
+from maxds.model.tiles import causal, sums, window
 
 topology.prepare()
 alone = topology.devices(sys.argv[2])[:1]
@@ -208,14 +208,21 @@ length, queries, f32 = 4096, 512, jnp.float32
 qk, v, lse = of(8, length, 192), of(8, length, 128), of(8, length, dtype=f32)
 segments, bits, limit = of(length, dtype=jnp.int32), of(length, length // 8, dtype=jnp.uint8), of(dtype=jnp.int32)
 q, heads, k = of(8, queries, 128), of(8, queries, dtype=f32), of(length, 128)
+entries = 1024
+of_entries = of(entries, dtype=jnp.int32)
+sight = window.Sight(segments, of_entries, of_entries, of(length, entries // 8, dtype=jnp.uint8), 128, 4)
+wide, sinks = of(8, length, 512), of(8, dtype=f32)
+of_window = wide, (of(length, 512), of(entries, 512)), sinks, sight, (wide, lse), wide
 for kernel, args in {
-    tiles.attend: (qk, qk, v, segments, bits),
-    tiles.attend_backward: (qk, qk, v, (segments, bits), (v, lse), v),
-    tiles.index_scores: (q, heads, k, limit),
-    tiles.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), limit),
-    functools.partial(tiles.attention_to, length): (of(8, queries, 192), heads, qk, limit),
-    lambda *args: tiles.attend(*args, None): (qk, qk, v, segments),
-    lambda q, k, v, s, kept: tiles.attend_backward(q, k, v, (s, None), kept, v): (qk, qk, v, segments, (v, lse)),
+    causal.attend: (qk, qk, v, segments, bits),
+    causal.attend_backward: (qk, qk, v, (segments, bits), (v, lse), v),
+    sums.index_scores: (q, heads, k, limit),
+    sums.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), limit),
+    functools.partial(sums.attention_to, length): (of(8, queries, 192), heads, qk, limit),
+    window.attend: of_window[:4],
+    window.attend_backward: of_window,
+    lambda *args: causal.attend(*args, None): (qk, qk, v, segments),
+    lambda q, k, v, s, kept: causal.attend_backward(q, k, v, (s, None), kept, v): (qk, qk, v, segments, (v, lse)),
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
 

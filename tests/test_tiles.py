@@ -10,8 +10,11 @@ import pytest
 import tiny
 from jax.experimental.pallas import tpu as pltpu
 
-from maxds.model import indexer, kernels, sparse, tiles
+from maxds.model import indexer, kernels, sparse, window
 from maxds.model.indexer import Attended, Index
+from maxds.model.kernels import Keys
+from maxds.model.tiles import LANES, causal, sums
+from maxds.model.tiles import window as window_tiles
 
 # What nothing was written to is not a number, and a read outside of an array ends the program.
 SIMULATED = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=True)
@@ -28,11 +31,11 @@ def assert_close(found, expected, tolerance=3e-6):
     )
 
 
-@pytest.mark.parametrize("order", [tiles.by_rows, tiles.by_columns])
+@pytest.mark.parametrize("order", [causal.by_rows, causal.by_columns])
 def test_every_tile_that_is_not_of_the_future_is_visited_once(order):
     visits = order(5)
     assert sorted(zip(visits.query, visits.key, strict=True)) == [(q, k) for q in range(5) for k in range(q + 1)]
-    along = visits.query if order is tiles.by_rows else visits.key
+    along = visits.query if order is causal.by_rows else visits.key
     changes = np.flatnonzero(np.diff(along)) + 1
     np.testing.assert_array_equal(np.flatnonzero(visits.first), [0, *changes])
     np.testing.assert_array_equal(np.flatnonzero(visits.last), [*(changes - 1), len(along) - 1])
@@ -62,17 +65,17 @@ def naive_attention(kind, q, k, v):
 
 @pytest.mark.parametrize(("kind", "heads_at_once"), [("all", 3), ("selected", 3), ("selected", 1)])
 def test_attention_and_its_gradients_are_those_of_the_definition(kind, heads_at_once, monkeypatch):
-    monkeypatch.setattr(tiles, "HEADS", heads_at_once)
-    monkeypatch.setattr(tiles, "WAITING", heads_at_once * 4 * LENGTH * 24)
+    monkeypatch.setattr(causal, "HEADS", heads_at_once)
+    monkeypatch.setattr(causal, "WAITING", heads_at_once * 4 * LENGTH * 24)
     q, k, v, dout = draw(0, (3, LENGTH, 24), (3, LENGTH, 24), (3, LENGTH, 16), (3, LENGTH, 16))
     which = jnp.asarray(SEGMENTS), None
     if kind == "selected":
         which = which[0], sparse.pack(jnp.asarray(seen(kind))[None], LENGTH)[0]
     (out, lse, top), pull = jax.vjp(functools.partial(naive_attention, kind), q, k, v)
-    assert_close(tiles.attend(q, k, v, *which, interpret=SIMULATED), (out, lse, top))
+    assert_close(causal.attend(q, k, v, *which, interpret=SIMULATED), (out, lse, top))
     nothing = jnp.zeros_like(lse)
     expected = pull((dout, nothing, nothing))
-    assert_close(tiles.attend_backward(q, k, v, which, (out, lse), dout, interpret=SIMULATED), expected)
+    assert_close(causal.attend_backward(q, k, v, which, (out, lse), dout, interpret=SIMULATED), expected)
 
 
 def test_rows_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():
@@ -84,7 +87,89 @@ def test_rows_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():
         (43_008 + 1024, True, False),
         (43_008 + 1024, False, False),
     ]:
-        assert tiles.can_attend(size, 192, selected=selected) == fits
+        assert causal.can_attend(size, 192, selected=selected) == fits
+
+
+# ------------------------------------------------------------------------------- a window, and entries
+
+
+def sight(window_size, ratio, selected):
+    """One row of four documents; of entries without a selection, those that are of two documents are not there."""
+    last = np.arange(LENGTH // ratio) * ratio + ratio - 1 if ratio else np.zeros(0, int)
+    of_entries = np.where(SEGMENTS[last - ratio + 1] == SEGMENTS[last], SEGMENTS[last], -1)
+    keys = Keys(jnp.asarray(of_entries)[None], jnp.asarray(last)[None], ratio or 1)
+    bits = None
+    if selected:
+        drawn = np.random.default_rng(5).random((1, LENGTH, len(last))) < 0.2
+        bits = sparse.pack(kernels.visible(jnp.asarray(SEGMENTS)[None], keys, 0) & drawn, len(last))
+    return window.Sight(jnp.asarray(SEGMENTS)[None], keys, bits, window_size)
+
+
+def naive_window_attention(given, q, kv, sinks):
+    """To keys that are also the values, of tokens and of entries."""
+    distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
+    near = (distance >= 0) & (distance < given.window) & (SEGMENTS[:, None] == SEGMENTS)
+    far = (np.arange(LENGTH)[:, None] >= given.keys.last[0]) & (SEGMENTS[:, None] == given.keys.segments[0])
+    if given.selected is not None:
+        far &= sparse.unpack(given.selected)[0]
+    k = jnp.concatenate(kv)
+    scores = jnp.where(jnp.concatenate([near, far], axis=1), jnp.einsum("nqh,kh->nqk", q, k), -jnp.inf)
+    lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks[:, None])
+    return jnp.einsum("nqk,kh->nqh", jnp.exp(scores - lse[..., None]), k), lse
+
+
+SIGHTS = [(LANES, 0, False), (1, 4, False), (LANES + 2, 3, False), (50, 1, True)]
+
+
+def drawn_for(given):
+    """Queries, keys, sinks, and the gradient of the output."""
+    entries = given.keys.count
+    q, tokens, of_entries, sinks, dout = draw(6, *((4, LENGTH, 24), (LENGTH, 24), (entries, 24), (4,), (4, LENGTH, 24)))
+    return q / 5, (tokens, of_entries), sinks, dout
+
+
+@pytest.mark.parametrize(("window_size", "ratio", "selected"), SIGHTS)
+def test_attention_to_a_window_and_its_gradients_are_those_of_the_definition(window_size, ratio, selected, monkeypatch):
+    monkeypatch.setattr(window_tiles, "HEADS", 4)
+    given = sight(window_size, ratio, selected)
+    q, kv, sinks, dout = drawn_for(given)
+    (out, lse), pull = jax.vjp(functools.partial(naive_window_attention, given), q, kv, sinks)
+    of_row = jax.tree.map(lambda a: a[0], window.of_rows(given))
+    assert_close(window_tiles.attend(q, kv, sinks, of_row, interpret=SIMULATED), (out, lse))
+    found = window_tiles.attend_backward(q, kv, sinks, of_row, (out, lse), dout, interpret=SIMULATED)
+    expected = pull((dout, jnp.zeros_like(lse)))
+    assert_close((found[0], found[1][0], found[2]), (expected[0], expected[1][0], expected[2]))
+    assert found[1][1].shape == expected[1][1].shape
+    if ratio:
+        assert_close(found[1][1], expected[1][1])
+
+
+@pytest.mark.usefixtures("interpreted")
+@pytest.mark.parametrize(("window_size", "ratio", "selected"), SIGHTS[1:])
+def test_attention_to_a_window_is_on_tpu_what_it_is_on_cpu(window_size, ratio, selected, monkeypatch):
+    given = jax.tree.map(lambda a: jnp.concatenate([a, a]), sight(window_size, ratio, selected))
+    q, kv, sinks, dout = drawn_for(given)
+    q, kv, dout = jax.tree.map(lambda a: jnp.stack([a, a[::-1]]), (q, kv, dout))
+
+    def learn():
+        out, pull = jax.vjp(lambda *args: window.attention(*args, given)[0], q, kv, sinks)
+        return out, pull(dout)
+
+    expected = learn()
+    monkeypatch.setattr(kernels, "is_tpu", lambda: True)
+    assert_close(learn(), expected)
+
+
+def test_rows_of_a_window_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():
+    for length, entries, selected, fits in [
+        (4096, 1024, True, True),
+        (4096, 1024 - 128, True, False),
+        (4096, 32, False, True),
+        (4096 + 64, 32, False, False),
+        (65_536, 16_384, True, True),
+        (65_536 * 2, 16_384 * 2, True, False),
+    ]:
+        assert window_tiles.can_attend(length, 512, entries, selected=selected) == fits
 
 
 # -------------------------------------------------------------------------------------- summed scores
@@ -105,25 +190,25 @@ def weighed(q, count_for, k):
 
 @pytest.mark.parametrize("limit", [384, 256, 130, 1])
 def test_summed_scores_are_those_of_the_definition_up_to_the_limit(limit, monkeypatch):
-    monkeypatch.setattr(tiles, "HEADS", 3)
-    known = -(-limit // tiles.LANES) * tiles.LANES
+    monkeypatch.setattr(sums, "HEADS", 3)
+    known = -(-limit // LANES) * LANES
     q, k, count_for, keys = shares(known)
-    found = tiles.index_scores(q, count_for, k, jnp.int32(limit), interpret=SIMULATED)
+    found = sums.index_scores(q, count_for, k, jnp.int32(limit), interpret=SIMULATED)
     assert_close(found[:, :known], weighed(q, count_for, k[:known]))
     assert not np.any(found[:, known:])
     for of_heads in (keys, keys[:1]):
-        found = tiles.attention_to(KEYS, q, count_for + 9, of_heads, jnp.int32(limit), interpret=SIMULATED)
+        found = sums.attention_to(KEYS, q, count_for + 9, of_heads, jnp.int32(limit), interpret=SIMULATED)
         dots = jnp.einsum("iqh,izh->iqz", q, jnp.broadcast_to(of_heads, keys.shape)[:, :known])
         assert_close(found[:, :known], jnp.exp(dots - count_for[..., None] - 9).sum(0))
 
 
 @pytest.mark.parametrize("limit", [384, 130])
 def test_gradients_of_summed_scores_are_those_of_the_definition_up_to_the_limit(limit, monkeypatch):
-    monkeypatch.setattr(tiles, "HEADS", 2)
-    known = -(-limit // tiles.LANES) * tiles.LANES
+    monkeypatch.setattr(sums, "HEADS", 2)
+    known = -(-limit // LANES) * LANES
     q, k, count_for, _ = shares(known)
     (dscores,) = draw(3, (QUERIES, KEYS))
-    *found, dk = tiles.index_scores_backward(q, count_for, k, dscores, jnp.int32(limit), interpret=SIMULATED)
+    *found, dk = sums.index_scores_backward(q, count_for, k, dscores, jnp.int32(limit), interpret=SIMULATED)
     *expected, expected_k = jax.vjp(weighed, q, count_for, k[:known])[1](dscores[:, :known])
     assert_close((found, dk[:known]), (expected, expected_k))
     assert not np.any(dk[known:])
@@ -152,12 +237,11 @@ def learned(model, length):
     return selected, value, divergence, pull((jnp.float32(1), jnp.float32(2)))
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_a_layer_with_an_indexer_learns_on_tpu_what_it_learns_on_cpu(monkeypatch):
     model = dataclasses.replace(tiny.V32, index_topk=40)
     expected = learned(model, LENGTH)
-    monkeypatch.setattr(kernels, "_is_tpu", lambda: True)
-    for name in ("attend", "attend_backward", "index_scores", "index_scores_backward", "attention_to"):
-        monkeypatch.setattr(tiles, name, functools.partial(getattr(tiles, name), interpret=True))
+    monkeypatch.setattr(kernels, "is_tpu", lambda: True)
     found = learned(model, LENGTH)
     np.testing.assert_array_equal(found[0], expected[0])
     assert_close(found[1:], expected[1:])

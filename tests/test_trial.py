@@ -1,7 +1,6 @@
 """The trial of a device's kernels finds those that are right right, and what is wrong wrong."""
 
 import dataclasses
-import functools
 
 import jax
 import numpy as np
@@ -9,17 +8,17 @@ import pytest
 import tiny
 
 from maxds import doctor, trial
-from maxds.model import kernels, tiles
+from maxds.model import kernels
+from maxds.model.tiles import causal
 
 V3 = dataclasses.replace(tiny.V3, hidden_size=16)
+V4 = dataclasses.replace(tiny.V4, hidden_size=16, index_head_dim=16)
 V32 = dataclasses.replace(tiny.V32, hidden_size=16, index_head_dim=16)
 
 
 @pytest.fixture
-def _tpu(monkeypatch):
+def _tpu(interpreted, monkeypatch):
     """The device, of which there is one here, computes first, with the kernels for TPU as Pallas interprets them."""
-    for name in ("attend", "attend_backward", "index_scores", "index_scores_backward", "attention_to"):
-        monkeypatch.setattr(tiles, name, functools.partial(getattr(tiles, name), interpret=True))
     turns, run = [], trial._run
 
     def in_turn(*args):
@@ -28,7 +27,7 @@ def _tpu(monkeypatch):
         return run(*args)
 
     monkeypatch.setattr(trial, "_run", in_turn)
-    monkeypatch.setattr(kernels, "_is_tpu", lambda: turns[-1])
+    monkeypatch.setattr(kernels, "is_tpu", lambda: turns[-1])
     monkeypatch.setattr(trial, "HEADS", 2)
     monkeypatch.setattr(trial, "LENGTH", 1024)
 
@@ -46,15 +45,25 @@ def test_kernels_that_are_right_differ_by_their_roundings():
 
 
 @pytest.mark.usefixtures("_tpu")
+def test_those_of_v4_are_tried_too(monkeypatch):
+    windows = {"attention to a window" + more for more in ("", " and entries of 3", " and entries of 4")}
+    assert set(trial._trials(V4)) == {"grouped matmul", "sum of rows", "index"} | windows
+    (cpu, *_) = jax.devices()
+    for ratio, length in ((0, 256), (3, 256), (4, 4096)):  # of fewer entries no tile is selected
+        monkeypatch.setattr(trial, "LENGTH", length)
+        assert 0 < trial._difference(trial._window(V4, ratio), cpu, cpu) <= doctor.MAX_DIFFERENCE
+
+
+@pytest.mark.usefixtures("_tpu")
 @pytest.mark.parametrize(("wrong", "by"), [("attend", 0.9), ("attend_backward", 0.9), ("attend_backward", np.nan)])
 def test_a_kernel_that_is_wrong_in_one_block_is_told(wrong, by, monkeypatch):
-    right = getattr(tiles, wrong)
+    right = getattr(causal, wrong)
 
     def spoiled(*args, **more):
         first, *others = right(*args, **more)
         return first.at[:, 128:256].multiply(by), *others
 
-    monkeypatch.setattr(tiles, wrong, spoiled)
+    monkeypatch.setattr(causal, wrong, spoiled)
     found = differences(V3)
     assert set(found) == {"grouped matmul", "sum of rows", "attention"}
     assert not found["attention"] <= doctor.MAX_DIFFERENCE

@@ -7,12 +7,13 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 |----------------|----------------------------|----------------------------|-------------------------------------------|
 | attention      | XLA, by spans of queries   | XLA, by spans of queries   | our own, in rows of n 128 [1]             |
 | to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024 [1]            |
-| to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | XLA, by blocks of queries                 |
+| to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | our own, in rows of n 128 [2]             |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
 | summed scores  | XLA, head by head          | XLA, head by head          | our own, of blocks of queries             |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
 [1] up to some 43,000 tokens, of heads of 192; others by XLA.
+[2] and selected entries of n 1024, up to 16,384 entries, of heads of 512; others by XLA.
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """
@@ -27,7 +28,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxds.model import scores, sparse, sparsecores, tiles
+from maxds.model import scores, sparse, sparsecores
+from maxds.model.tiles import causal, sums
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Tree, quantize
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
@@ -42,7 +44,8 @@ def _device_kind() -> str:
     return "cpu" if device is None else device.device_kind
 
 
-def _is_tpu() -> bool:
+def is_tpu() -> bool:
+    """Whether the program is traced for TPU."""
     return "TPU" in _device_kind()
 
 
@@ -87,7 +90,7 @@ def _attention(scored, q, k, v, which, kept):
         return *kept, None
     segments, selected = which
     if _is_for_tiles(q, selected):
-        out, lse, top = jax.vmap(tiles.attend)(q, k, v, segments, selected)
+        out, lse, top = jax.vmap(causal.attend)(q, k, v, segments, selected)
         return out, lse, top if scored else None
     if selected is not None:
         return sparse.attend(q, k, v, selected, scored)
@@ -104,7 +107,7 @@ def _attention_backward(_scored, residuals, cotangents):
     q, k, v, (segments, selected), kept, out, lse = residuals
     dout, *_ = cotangents
     if _is_for_tiles(q, selected):
-        found = jax.vmap(tiles.attend_backward)(q, k, v, (segments, selected), (out, lse), dout)
+        found = jax.vmap(causal.attend_backward)(q, k, v, (segments, selected), (out, lse), dout)
     elif selected is not None:
         found = sparse.attend_backward(q, k, v, selected, (out, lse), dout)
     else:
@@ -116,7 +119,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _is_for_tiles(q: jax.Array, selected: jax.Array | None) -> bool:
-    return _is_tpu() and tiles.can_attend(*q.shape[2:], selected=selected is not None)
+    return is_tpu() and causal.can_attend(*q.shape[2:], selected=selected is not None)
 
 
 @flax.struct.dataclass
@@ -262,7 +265,7 @@ def _attend_span_backward(start, k, v, segments, of_queries):
 def index_scores(q: jax.Array, heads: jax.Array, k: jax.Array, limit: jax.Array | int) -> jax.Array:
     """As `scores.index_scores`; of keys from `limit` on, anything that is finite."""
     if _sums_in_tiles(q, k.shape[1]):
-        return jax.vmap(tiles.index_scores, (0, 0, 0, None))(q, heads, k, jnp.asarray(limit))
+        return jax.vmap(sums.index_scores, (0, 0, 0, None))(q, heads, k, jnp.asarray(limit))
     return scores.index_scores(q, heads, k)
 
 
@@ -271,20 +274,20 @@ def index_scores_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As `scores.index_scores_backward`, of which those from `limit` on are 0."""
     if _sums_in_tiles(q, k.shape[1]):
-        return jax.vmap(tiles.index_scores_backward, (0, 0, 0, 0, None))(q, heads, k, dscores, jnp.asarray(limit))
+        return jax.vmap(sums.index_scores_backward, (0, 0, 0, 0, None))(q, heads, k, dscores, jnp.asarray(limit))
     return scores.index_scores_backward(q, heads, k, dscores)
 
 
 def attention_to(count: int, q: jax.Array, lse: jax.Array, k: jax.Array, limit: jax.Array | int) -> jax.Array:
     """As `scores.attention_to`; of keys from `limit` on, anything."""
     if _sums_in_tiles(q, count):
-        attend = functools.partial(tiles.attention_to, count)
+        attend = functools.partial(sums.attention_to, count)
         return jax.vmap(attend, (0, 0, 0, None))(q, lse, k, jnp.asarray(limit))
     return scores.attention_to(count, q, lse, k)
 
 
 def _sums_in_tiles(q: jax.Array, count: int) -> bool:
-    return _is_tpu() and tiles.can_sum(q.shape[2], count)
+    return is_tpu() and sums.can_sum(q.shape[2], count)
 
 
 # --------------------------------------------------------------------------------- grouped matmul

@@ -1,7 +1,7 @@
 """Attention to a window of tokens and to entries beside it, with one key, which is also the value, for all heads (V4).
 
-A block of queries reads the tokens of the window before it and its own, and the entries of what lies before its end. So
-scores [B N BLOCK window+BLOCK+E] exist at a time, and no more in the backward pass.
+By XLA, a block of queries reads the tokens of the window before it and its own, and the entries of what lies before its
+end. So scores [B N BLOCK window+BLOCK+E] exist at a time, and no more in the backward pass. TPUs have kernels for it.
 
 A head can also attend to nothing: its sink is one more score, whose value is zero.
 """
@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxds.model import kernels, sparse
 from maxds.model.kernels import Keys
+from maxds.model.tiles import window as tiles
 
 BLOCK = 128  # of queries
 
@@ -60,7 +61,11 @@ def attention(
 
 @jax.custom_vjp
 def _attention(q, kv, sinks, sight, kept):
-    return _attend(q, kv, sinks, sight) if kept is None else kept
+    if kept is not None:
+        return kept
+    if _is_for_tiles(q, kv[1], sight):
+        return jax.vmap(tiles.attend, (0, 0, None, 0))(q, kv, sinks, of_rows(sight))
+    return _attend(q, kv, sinks, sight)
 
 
 def _attention_forward(q, kv, sinks, sight, kept):
@@ -70,10 +75,29 @@ def _attention_forward(q, kv, sinks, sight, kept):
 
 def _attention_backward(residuals, cotangents):
     q, kv, sinks, sight, kept, found = residuals
-    return *_attend_backward(q, kv, sinks, sight, (*found, cotangents[0])), None, jax.tree.map(jnp.zeros_like, kept)
+    if _is_for_tiles(q, kv[1], sight):
+        batched = jax.vmap(tiles.attend_backward, (0, 0, None, 0, 0, 0))
+        dq, dkv, dsinks = batched(q, kv, sinks, of_rows(sight), found, cotangents[0])
+        gradients = dq, jax.tree.map(lambda a: a.astype(q.dtype), dkv), jnp.sum(dsinks, axis=0)
+    else:
+        gradients = _attend_backward(q, kv, sinks, sight, (*found, cotangents[0]))
+    return *gradients, None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
+
+
+def _is_for_tiles(q: jax.Array, entries: jax.Array, sight: Sight) -> bool:
+    length, size = q.shape[2:]
+    fits = tiles.can_attend(length, size, entries.shape[1], selected=sight.selected is not None)
+    return kernels.is_tpu() and fits
+
+
+def of_rows(sight: Sight) -> tiles.Sight:
+    """As the kernels take it, of each row."""
+    last = jnp.broadcast_to(sight.keys.last, sight.keys.segments.shape)
+    of_keys = sight.keys.segments, last, sight.selected
+    return tiles.Sight(sight.segments, *of_keys, sight.window, sight.keys.ratio)
 
 
 def _attend(q, kv, sinks, sight):

@@ -1,0 +1,91 @@
+"""Kernels of our own for TPU: tiles of queries by keys, whose scores never leave VMEM.
+
+Tokens lie along the lanes, in arrays [heads size tokens] and in tiles [keys queries]: so heads of 192 are not padded to
+256, and what belongs to a query is spread over a tile without moving between lanes. Several heads share a step, and the
+mask of its tile.
+
+Functions take and give arrays of one row of the batch, [heads tokens size]; `jax.vmap` makes a batch of it.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+LANES = 128
+MOST = 512  # of queries, and of keys, in a tile
+HEADS = 8  # that share a step, at most
+VMEM, WAITING = 60 * 2**20, 32 * 2**20  # bytes that a kernel may use, and of these gradients that wait to be whole
+LOWEST = -1e30  # stands for minus infinity, of which a difference would not be a number
+KEYS = 0  # dimension of a tile; queries are 1
+
+
+def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **how: Any) -> tuple:
+    """Runs kernel(ahead, given, found, held) in each step of a grid.
+
+    Args:
+      kernel: gets references.
+      ahead: what is read ahead of steps; also by what says which block of an array is in VMEM.
+      given: arrays, each with its blocks.
+      found: shapes of results, each with its blocks.
+      held: shapes of what stays in VMEM from step to step, float32.
+      **how: `grid`, its extents; `flops` of all products; `name` and `interpret`, as of `pallas_call`.
+    """
+    moved = [a for a, _ in (*given, *found)]
+    bytes_moved = sum(a.size * a.dtype.itemsize for a in moved)
+    arrays = tuple(_signed(a) if a.dtype == jnp.uint8 else a for a, _ in given)
+    (results,) = pl.pallas_call(
+        kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=how["grid"],
+            in_specs=[tuple(blocks for _, blocks in given)],
+            out_specs=[tuple(blocks for _, blocks in found)],
+            scratch_shapes=[tuple(pltpu.VMEM(shape, jnp.float32) for shape in held)],
+        ),
+        out_shape=[tuple(shape for shape, _ in found)],
+        cost_estimate=pl.CostEstimate(flops=how["flops"], transcendentals=0, bytes_accessed=bytes_moved),
+        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
+        name=how["name"],
+        interpret=how["interpret"],
+    )(ahead, arrays)
+    return results
+
+
+def _signed(selected: Array) -> Array:
+    """Bytes as Mosaic knows them."""
+    return lax.bitcast_convert_type(selected, jnp.int8)
+
+
+def turned(x: Array) -> Array:
+    """Tokens to the last place, or back."""
+    return jnp.swapaxes(x, -1, -2)
+
+
+def like(x: Array) -> jax.ShapeDtypeStruct:
+    """The shape of a result that is as an array."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def block_of(length: int) -> int:
+    """Queries, or keys, of a tile."""
+    return max(size for size in (LANES, 2 * LANES, MOST) if length % size == 0)
+
+
+def group_of(heads: int, most: int) -> int:
+    """Heads that share a step."""
+    return max(size for size in range(1, most + 1) if heads % size == 0)
+
+
+def dot(x: Array, y: Array, over_x: int, over_y: int) -> Array:
+    """The product of two matrices over a dimension of each, in float32."""
+    return lax.dot_general(x, y, (((over_x,), (over_y,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def column(x: Array) -> Array:
+    """What belongs to keys, [1 n] -> [n 1] float32."""
+    return jnp.broadcast_to(x.astype(jnp.float32), (LANES, x.shape[1])).T[:, :1]
