@@ -453,6 +453,13 @@ def test_a_kernel_is_estimated_by_what_it_says_of_itself_and_does_not_reach_the_
     assert (found.basis, found.flops, ns(found.seconds)) == ("cost estimate", flops, expected)
 
 
+def test_a_kernel_of_wide_heads_comes_nearer_to_the_peak():
+    told = 'backend_config={"cost_estimate":{"flops":"400","transcendentals":"9","bytes_accessed":"7"}}'
+    name = 'metadata={op_name="jit(f)/attention/vmap(attend_window)/pallas_call"}'
+    found = only(f'bf16[64,32]{{1,0}} custom-call(%x, %w), custom_call_target="tpu_custom_call", {name}, {told}')
+    assert ns(found.seconds) == 800
+
+
 def test_a_sort_passes_over_its_operands():
     found = only("(bf16[64,16]{1,0}) sort(%x), dimensions={1}, to_apply=%c")
     assert (found.basis, ns(found.seconds)) == ("sort", 10 * 2 * 2048)  # log2(16) = 4: 4 * 5 / 2 passes
