@@ -23,7 +23,9 @@ _STEPS = ((3.4445, -4.7750, 2.0315),) * 5  # of Newton-Schulz, one by one: optax
 _RMS = 0.2  # of an update: AdamW's, so that it can keep its learning rate and decay (Moonlight, section 2.2)
 
 
-def direction(declared: Tree, mesh: Mesh | None, momentum: float, eps: float) -> optax.GradientTransformation:
+def direction(
+    declared: Tree, mesh: Mesh | None, momentum: float, eps: float, travels: jnp.dtype
+) -> optax.GradientTransformation:
     """Where hidden matrices are to move; what is no hidden matrix is not to be given to it.
 
     What is stacked (layers, experts, gate beside up) is many matrices; what has several input or output dimensions
@@ -34,6 +36,7 @@ def direction(declared: Tree, mesh: Mesh | None, momentum: float, eps: float) ->
       mesh: that the gradients lie on. None: updates are not asked for.
       momentum: Nesterov's.
       eps: added to the norm that a matrix is divided by.
+      travels: dtype in which shards are exchanged; what is computed of them is in that of the gradients.
     """
     one = optax.contrib.muon(-1.0, _STEPS, beta=0.0, nesterov=False, eps=eps, consistent_rms=_RMS)
 
@@ -43,14 +46,14 @@ def direction(declared: Tree, mesh: Mesh | None, momentum: float, eps: float) ->
     def of_weight(p: Param, gradient: Tree) -> Tree:
         if isinstance(gradient, optax.MaskedNode):
             return gradient
-        exchange = functools.partial(_by_matrix, p, orthogonalize)
+        exchange = functools.partial(_by_matrix, p, orthogonalize, travels)
         return jax.shard_map(exchange, mesh=mesh, in_specs=p.spec, out_specs=p.spec, check_vma=False)(gradient)
 
     orthogonalized = optax.stateless(lambda updates, _: params_lib.derive(of_weight, declared, updates))
     return optax.chain(optax.trace(momentum, nesterov=True), orthogonalized)
 
 
-def _by_matrix(p: Param, fn: Callable, x: jax.Array) -> jax.Array:
+def _by_matrix(p: Param, fn: Callable, travels: jnp.dtype, x: jax.Array) -> jax.Array:
     """Maps `fn` ([I O] -> [I O]) over the matrices of which this is a device's shard."""
     stacked, inside = ([i for kind in kinds for i, d in enumerate(p.dims) if d == kind] for kinds in ("b", "io"))
     order = stacked + inside
@@ -61,9 +64,10 @@ def _by_matrix(p: Param, fn: Callable, x: jax.Array) -> jax.Array:
         split = 1 + inside.index(p.spec.index("fsdp"))
         padding = -len(shards) % lax.axis_size("fsdp")
         # The barrier: XLA's CPU compiler fails on an exchange of which it knows that some parts are zeros.
-        sent = lax.optimization_barrier(jnp.pad(shards, [(0, padding)] + [(0, 0)] * len(inside)))
-        whole = lax.all_to_all(sent, "fsdp", 0, split, tiled=True)
-        found = lax.all_to_all(_each(p, fn, whole), "fsdp", split, 0, tiled=True)[: len(shards)]
+        padded = jnp.pad(shards.astype(travels), [(0, padding)] + [(0, 0)] * len(inside))
+        whole = lax.all_to_all(lax.optimization_barrier(padded), "fsdp", 0, split, tiled=True)
+        found = _each(p, fn, whole.astype(x.dtype)).astype(travels)
+        found = lax.all_to_all(found, "fsdp", split, 0, tiled=True)[: len(shards)].astype(x.dtype)
     back = sorted(range(len(order)), key=order.__getitem__)
     return found.reshape([x.shape[i] for i in order]).transpose(back)
 

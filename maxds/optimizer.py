@@ -104,8 +104,11 @@ def check(config: Optimizer, paths: list[str]) -> None:
 
 
 def _muon(config: Optimizer, declared: Tree, mesh: Mesh | None) -> optax.GradientTransformation:
-    """Muon for hidden matrices; Adam for norms, embedding and head."""
-    matrices = muon.direction(declared, mesh, config.muon_momentum, config.eps)
+    """Muon for hidden matrices; Adam for norms, embedding and head.
+
+    Matrices travel in the dtype in which their momentum is stored: what is lost of it is lost already.
+    """
+    matrices = muon.direction(declared, mesh, config.muon_momentum, config.eps, jnp.dtype(config.state_dtype))
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     kinds = params_lib.derive(lambda p: "muon" if p.dims else "adam", declared)
     return optax.partition({"muon": matrices, "adam": adam}, kinds)

@@ -1,4 +1,4 @@
-"""What a TPU's compiler makes of the 671B step: a table of topologies, schedules, slices and sequence lengths.
+"""What a TPU's compiler makes of the 671B step: a table of topologies, schedules, slices, lengths, and of V3.2 and V4.
 
     python scripts/bench/aot.py [--only=ROW,ROW] [--out=FOLDER] [--list]
 
@@ -46,7 +46,10 @@ ROWS = {
     "sequence-8k": ("tpu7x:4x8x8", 1, f"{growing(512, 4)} data.sequence_length=8192"),
     "sequence-32k": ("tpu7x:4x8x8", 1, f"{growing(512, 2)} data.sequence_length=32768"),
     "sequence-128k": ("tpu7x:4x8x8", 1, f"{growing(512, 2)} data.sequence_length=131072"),
+    "v3.2": ("tpu7x:4x8x8", 1, ""),
+    "v4": ("tpu7x:4x4x8", 1, ""),
 }
+CONFIGS = {"v3.2": "deepseek3.2-671b", "v4": "deepseek4-284b"}  # of the others: deepseek3-671b
 COLUMNS = (
     "row",
     "topology",
@@ -66,7 +69,7 @@ def compiled(name: str, file: Path) -> dict:
     """Figures of a row, from its file or by compiling it."""
     if not file.exists():
         topology, slices, overrides = ROWS[name]
-        config = "configs/deepseek3-671b.yaml"
+        config = f"configs/{CONFIGS.get(name, 'deepseek3-671b')}.yaml"
         command = [sys.executable, "-m", "maxds.compile", config, f"--topology={topology}", f"--slices={slices}"]
         partial = file.with_suffix(".partial")
         process = subprocess.Popen([*command, f"--json={partial}", *overrides.split()], cwd=ROOT, stdout=sys.stderr)
