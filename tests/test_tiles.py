@@ -161,15 +161,16 @@ def test_attention_to_a_window_is_on_tpu_what_it_is_on_cpu(window_size, ratio, s
 
 
 def test_rows_of_a_window_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():
-    for length, entries, selected, fits in [
-        (4096, 1024, True, True),
-        (4096, 1024 - 128, True, False),
-        (4096, 32, False, True),
-        (4096 + 64, 32, False, False),
-        (65_536, 16_384, True, True),
-        (65_536 * 2, 16_384 * 2, True, False),
+    for length, window_size, entries, selected, fits in [
+        (4096, 128, 1024, True, True),
+        (4096, 128, 1024 - 128, True, False),
+        (4096, 512, 32, False, True),
+        (4096, 513, 32, False, False),
+        (4096 + 64, 128, 32, False, False),
+        (65_536, 128, 16_384, True, True),
+        (65_536 * 2, 128, 16_384 * 2, True, False),
     ]:
-        assert window_tiles.can_attend(length, 512, entries, selected=selected) == fits
+        assert window_tiles.can_attend(length, 512, window_size, entries, selected=selected) == fits
 
 
 # -------------------------------------------------------------------------------------- summed scores

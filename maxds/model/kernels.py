@@ -13,7 +13,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
 [1] up to some 43,000 tokens, of heads of 192; others by XLA.
-[2] and selected entries of n 1024, up to 16,384 entries, of heads of 512; others by XLA.
+[2] windows of up to 512, up to 16,384 entries of heads of 512, and n 1024 where some are selected; others by XLA.
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """

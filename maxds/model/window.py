@@ -89,7 +89,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 def _is_for_tiles(q: jax.Array, entries: jax.Array, sight: Sight) -> bool:
     length, size = q.shape[2:]
-    fits = tiles.can_attend(length, size, entries.shape[1], selected=sight.selected is not None)
+    fits = tiles.can_attend(length, size, sight.window, entries.shape[1], selected=sight.selected is not None)
     return kernels.is_tpu() and fits
 
 

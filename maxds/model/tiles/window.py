@@ -80,10 +80,10 @@ def plan(sight: Sight) -> Plan:
     return Plan(window, ratio, entries, MOST if width == entries // 8 else width, width)
 
 
-def can_attend(length: int, size: int, entries: int, *, selected: bool) -> bool:
+def can_attend(length: int, size: int, window: int, entries: int, *, selected: bool) -> bool:
     """Whether rows of so many tokens and entries, of heads of this size, are for `attend` and its backward pass."""
     divide = length % LANES == 0 and not (selected and entries % (8 * LANES))
-    return divide and 4 * entries * size <= WAITING
+    return divide and window <= MOST and 4 * entries * size <= WAITING
 
 
 def attend(
