@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxds.architecture import OVERLAPPED, Model
-from maxds.model import indexer, kernels, sparse, window
+from maxds.model import indexer, kernels, ops, sparse, window
 from maxds.model.indexer import Attended, Index
 from maxds.params import Tree
 
@@ -99,7 +99,8 @@ def _window(model: Model, ratio: int) -> Trial:
     if ratio == OVERLAPPED:
         every_third = jnp.arange(keys.count) % 3 == 0
         selected = sparse.pack(kernels.visible(segments, keys, 0) & every_third, keys.count)
-    sight = window.Sight(segments, keys, selected, model.sliding_window)
+    rope = ops.rope_table(model.qk_rope_head_dim, model.rope_theta, None, jnp.arange(LENGTH)[None])
+    sight = window.Sight(segments, keys, selected, rope, model.sliding_window)
 
     def run(q, tokens, entries, sinks, dout):
         def attend(q, *kv):

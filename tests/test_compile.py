@@ -210,7 +210,8 @@ segments, bits, limit = of(length, dtype=jnp.int32), of(length, length // 8, dty
 q, heads, k = of(8, queries, 128), of(8, queries, dtype=f32), of(length, 128)
 entries = 1024
 of_entries = of(entries, dtype=jnp.int32)
-sight = window.Sight(segments, of_entries, of_entries, of(length, entries // 8, dtype=jnp.uint8), 128, 4)
+of_bits, angles = of(length, entries // 8, dtype=jnp.uint8), of(length, 64, dtype=f32)
+sight = window.Sight(segments, of_entries, of_entries, of_bits, angles, angles, 128, 4)
 wide, sinks = of(8, length, 512), of(8, dtype=f32)
 of_window = wide, (of(length, 512), of(entries, 512)), sinks, sight, (wide, lse), wide
 for kernel, args in {

@@ -102,11 +102,12 @@ def sight(window_size, ratio, selected):
     if selected:
         drawn = np.random.default_rng(5).random((1, LENGTH, len(last))) < 0.2
         bits = sparse.pack(kernels.visible(jnp.asarray(SEGMENTS)[None], keys, 0) & drawn, len(last))
-    return window.Sight(jnp.asarray(SEGMENTS)[None], keys, bits, window_size)
+    angles = draw(7, (1, LENGTH, 4))[0].repeat(2, axis=2)
+    return window.Sight(jnp.asarray(SEGMENTS)[None], keys, bits, (jnp.cos(angles), jnp.sin(angles)), window_size)
 
 
 def naive_window_attention(given, q, kv, sinks):
-    """To keys that are also the values, of tokens and of entries."""
+    """To keys that are also the values, of tokens and of entries; turned back, as complex numbers."""
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     near = (distance >= 0) & (distance < given.window) & (SEGMENTS[:, None] == SEGMENTS)
     far = (np.arange(LENGTH)[:, None] >= given.keys.last[0]) & (SEGMENTS[:, None] == given.keys.segments[0])
@@ -115,7 +116,11 @@ def naive_window_attention(given, q, kv, sinks):
     k = jnp.concatenate(kv)
     scores = jnp.where(jnp.concatenate([near, far], axis=1), jnp.einsum("nqh,kh->nqk", q, k), -jnp.inf)
     lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks[:, None])
-    return jnp.einsum("nqk,kh->nqh", jnp.exp(scores - lse[..., None]), k), lse
+    out = jnp.einsum("nqk,kh->nqh", jnp.exp(scores - lse[..., None]), k)
+    cos, sin = (a[0, :, ::2] for a in given.rope)
+    x, y = out[..., 16::2], out[..., 17::2]
+    pairs = jnp.stack([x * cos + y * sin, y * cos - x * sin], axis=-1)
+    return jnp.concatenate([out[..., :16], pairs.reshape(*out.shape[:2], 8)], axis=-1), lse
 
 
 SIGHTS = [(LANES, 0, False), (1, 4, False), (LANES + 2, 3, False), (50, 1, True)]

@@ -180,7 +180,7 @@ class Recent:
                 whole = indexer.select_among(c, asked, asked.k, whole[:, None])[:, 0]
             keys, seen = (jnp.concatenate(a, 1) for a in ((keys, at(far.entries, i)), (seen, whole)))
         out, _ = window.attend_to(q, keys, w.sinks, seen[:, None])
-        x = residual.add(x, compressed.project(c, w, out, rope))
+        x = residual.add(x, compressed.project(c, w, window.turned_back(out, rope)))
         return x, dataclasses.replace(self, near=near, far=far, index=index)
 
     def _rope(self, context: Context) -> Tree:

@@ -153,9 +153,9 @@ def attention(
     kv = keys_of(c, w, y, rope)
 
     def read(entries: jax.Array, keys: Keys, selected: jax.Array | None = None):
-        sight = window.Sight(tokens.segments, keys, selected, c.sliding_window)
+        sight = window.Sight(tokens.segments, keys, selected, rope, c.sliding_window)
         out, attention = window.attention(q, (kv, entries), w.sinks, sight, kept.get("attention"))
-        return project(c, w, out, rope), attention
+        return project(c, w, out), attention
 
     if w.compressor is None:
         added, attention = read(kv[:, :0], kernels.tokens(tokens.segments[:, :0]))
@@ -186,10 +186,8 @@ def keys_of(c: Model, w: CompressedAttention, y: jax.Array, rope: RopeTable) -> 
     return checkpoint_name(rotate(rms_norm(matmul("bsd,dh->bsh", y, w.kv), w.kv_norm, c.rms_norm_eps), rope), "key")
 
 
-def project(c: Model, w: CompressedAttention, out: jax.Array, rope: RopeTable) -> jax.Array:
-    """Attention's output [B N S H], with the values' rotation, -> [B S D]: first turned back, as the query's is."""
-    cos, sin = rope
-    out = rotate(out, (cos, -sin))
+def project(c: Model, w: CompressedAttention, out: jax.Array) -> jax.Array:
+    """Attention's output [B N S H] -> [B S D]."""
     batch, heads, *rest = out.shape
     out = out.reshape(batch, c.o_groups, heads // c.o_groups, *rest)
     return matmul("bsgr,grd->bsd", matmul("bgnsh,gnhr->bsgr", out, w.out_down), w.out_up)

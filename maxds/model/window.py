@@ -4,6 +4,8 @@ By XLA, a block of queries reads the tokens of the window before it and its own,
 end. So scores [B N BLOCK window+BLOCK+E] exist at a time, and no more in the backward pass. TPUs have kernels for it.
 
 A head can also attend to nothing: its sink is one more score, whose value is zero.
+
+Values are rotated, for they are the keys; so the output is turned back by the angles of its query.
 """
 
 from typing import Any
@@ -16,6 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from maxds.model import kernels, sparse
 from maxds.model.kernels import Keys
+from maxds.model.ops import RopeTable, rotate
 from maxds.model.tiles import window as tiles
 
 BLOCK = 128  # of queries
@@ -28,6 +31,7 @@ class Sight:
     segments: jax.Array  # [B S]
     keys: Keys  # the E entries
     selected: jax.Array | None  # as `sparse.pack`, [B S ceil(E / 8)]: those that are attended to; None: all
+    rope: RopeTable  # [B S R]: of the queries
     window: int = flax.struct.field(pytree_node=False)  # tokens, the query's own included
 
     @property
@@ -43,7 +47,7 @@ def attention(
     sight: Sight,
     kept: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Attention within documents.
+    """Attention within documents, `turned_back`.
 
     Args:
       q: [B N S H], already multiplied by the softmax scale.
@@ -97,7 +101,7 @@ def of_rows(sight: Sight) -> tiles.Sight:
     """As the kernels take it, of each row."""
     last = jnp.broadcast_to(sight.keys.last, sight.keys.segments.shape)
     of_keys = sight.keys.segments, last, sight.selected
-    return tiles.Sight(sight.segments, *of_keys, sight.window, sight.keys.ratio)
+    return tiles.Sight(sight.segments, *of_keys, *sight.rope, sight.window, sight.keys.ratio)
 
 
 def _attend(q, kv, sinks, sight):
@@ -109,7 +113,13 @@ def _attend(q, kv, sinks, sight):
 
     _, found = kernels.by_blocks(block, None, (q, 2), *_of_queries(sight), most=BLOCK)
     out, lse = (kernels.joined([of_span[i] for of_span in found], 2) for i in (0, 1))
-    return out, lse
+    return turned_back(out, sight.rope), lse
+
+
+def turned_back(out: jax.Array, rope: RopeTable) -> jax.Array:
+    """Attention's output [B N S H] without the rotation that its values have."""
+    cos, sin = rope
+    return rotate(out, (cos, -sin))
 
 
 def attend_to(q: jax.Array, k: jax.Array, sinks: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -122,6 +132,8 @@ def attend_to(q: jax.Array, k: jax.Array, sinks: jax.Array, seen: jax.Array) -> 
 
 def _attend_backward(q, kv, sinks, sight, of_output):
     padded = _padded(kv[0], sight)
+    out, lse, dout = of_output
+    of_output = rotate(out, sight.rope), lse, rotate(dout, sight.rope)
 
     def block(end: int, carry, q, out, lse, dout, *of_queries):
         near, far, dsinks = carry

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from maxds.model.tiles import (
     HEADS,
@@ -42,6 +43,8 @@ class Sight:
     entries: Array  # [E] int32: their segments
     last: Array  # [E] int32: where in the row their last token is
     selected: Array | None  # as `sparse.pack`, [S ceil(E / 8)]: the entries that are attended to; None: all
+    cos: Array  # [S R] float32: of the angles by which the last R of the output's dimensions are turned back
+    sin: Array  # [S R]
     window: int = flax.struct.field(pytree_node=False)  # tokens, the query's own included
     ratio: int = flax.struct.field(pytree_node=False)  # tokens of an entry
 
@@ -89,7 +92,7 @@ def can_attend(length: int, size: int, window: int, entries: int, *, selected: b
 def attend(
     q: Array, kv: tuple[Array, Array], sinks: Array, sight: Sight, *, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """Attention of one row.
+    """Attention of one row, of which pairs (2j, 2j+1) of the output's last dimensions are turned back.
 
     Args:
       q: [N S H], already multiplied by the softmax scale.
@@ -108,7 +111,7 @@ def attend(
     out, lse = call(
         functools.partial(_attend, p),
         (),
-        [(turned(q), of_query(size)), *_by_head(group, sinks), *given],
+        [(turned(q), of_query(size)), *_by_head(group, sinks), *_angles(sight), *given],
         [(like(turned(q)), of_query(size)), (_of_row(heads, length), of_query(1))],
         [(1, lanes), (1, lanes), (size, lanes)],
         grid=(length // LANES, heads // group, 1 + p.tiles),
@@ -120,7 +123,7 @@ def attend(
 
 
 def _attend(p, _, given, found, held):
-    (q, sinks, *keys), (out, lse), (highest, total, summed) = given, found, held
+    (q, sinks, cos, sin, *keys), (out, lse), (highest, total, summed) = given, found, held
 
     @pl.when(pl.program_id(2) == 0)
     def _():
@@ -142,7 +145,7 @@ def _attend(p, _, given, found, held):
     @pl.when(pl.program_id(2) == p.tiles)
     def _():
         _apart(lse, highest[...] + jnp.log(total[...]))
-        _apart(out, summed[...] / total[...])
+        _apart(out, _rotated(summed[...] / total[...], cos[...], -sin[...]))
 
 
 def attend_backward(
@@ -171,7 +174,7 @@ def attend_backward(
     dq, dnear, dfar, deltas = call(
         functools.partial(_attend_backward, p),
         (),
-        [(a, of_query(a.shape[1])) for a in (q, lse[:, None], out, dout)] + given,
+        [*((a, of_query(a.shape[1])) for a in (q, lse[:, None], out, dout)), *_angles(sight), *given],
         [
             (like(q), of_query(size)),
             (
@@ -195,7 +198,7 @@ def attend_backward(
 
 
 def _attend_backward(p, _, given, found, held):
-    (q, lse, out, dout, *keys), (dq, dnear, dfar, deltas), (delta, dqs, dfars) = given, found, held
+    (q, lse, out, dout, cos, sin, *keys), (dq, dnear, dfar, deltas), (delta, dqs, dfars) = given, found, held
     b, g, e = (pl.program_id(i) for i in range(3))
 
     @pl.when((b == 0) & (g == 0))
@@ -214,7 +217,7 @@ def _attend_backward(p, _, given, found, held):
         dnear[...] = jnp.zeros(dnear.shape, jnp.float32)
 
     def add(k: Array, hidden: Array, entries: bool) -> None:
-        queries, gradients = _beside(q), _beside(dout)
+        queries, gradients = _beside(q), _rotated(_beside(dout), cos[...], sin[...])
         scores = dot(k, queries, 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
         weights = jnp.exp(scores - _beside(lse))
         dscores = (weights * (dot(k, gradients, 0, 0) - delta[...])).astype(k.dtype)
@@ -272,6 +275,16 @@ def _not_far(p: Plan, query: Array, tile: Array, own: Array, of_entries: list) -
     of_keys, last = (column(a[...]) for a in of_entries)
     later = last > (_iota(p.block, 1) + query * LANES).astype(jnp.float32)
     return jnp.where(later | (of_keys != own.astype(jnp.float32)), LOWEST, 0.0)
+
+
+def _rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """[H lanes], the last R rows of which are turned by angles [R LANES], the same for each head."""
+    still, rows = jnp.split(x, [x.shape[0] - len(cos)])
+    part, heads = rows.astype(jnp.float32), x.shape[1] // LANES
+    cos, sin = (jnp.concatenate([a] * heads, axis=1) for a in (cos, sin))
+    first = lax.rem(lax.broadcasted_iota(jnp.int32, part.shape, 0), 2) == 0
+    partner = jnp.where(first, -pltpu.roll(part, len(part) - 1, 0), pltpu.roll(part, 1, 0))
+    return jnp.concatenate([still, (part * cos + partner * sin).astype(x.dtype)])
 
 
 def _iota(keys: int, dimension: int) -> Array:
@@ -338,6 +351,10 @@ def _by_head(group: int, sinks: Array) -> list:
     """Those of a group, for each lane."""
     of_lanes = jnp.broadcast_to(sinks[:, None, None], (len(sinks), 1, LANES))
     return [(of_lanes, pl.BlockSpec((group, 1, LANES), lambda b, g, *_: (g, 0, 0)))]
+
+
+def _angles(sight: Sight) -> list:
+    return [(turned(a), pl.BlockSpec((a.shape[1], LANES), lambda b, *_: (0, b))) for a in (sight.cos, sight.sin)]
 
 
 def _of_row(heads: int, length: int) -> jax.ShapeDtypeStruct:
