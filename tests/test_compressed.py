@@ -220,7 +220,7 @@ def test_a_replay_gives_the_same_and_does_only_the_work_that_was_not_kept(ratio)
         # Its q, values, gates and heads, again, and the gradient of these weights alone; scores, and their gradient,
         # which is three products; attention's weights.
         own = 4 * 2 + 2 + 3
-    again = projections - 1 + rotations  # but not the last projection
+    again = projections - 1 + rotations - 1  # but not the last projection, and the kept output is turned already
     assert found["dot_general"] == again + 2 * projections + rotations + 6 + own
     assert found["bitcast_convert_type"] == 0  # of scores, to be ordered
 

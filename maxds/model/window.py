@@ -133,15 +133,15 @@ def attend_to(q: jax.Array, k: jax.Array, sinks: jax.Array, seen: jax.Array) -> 
 def _attend_backward(q, kv, sinks, sight, of_output):
     padded = _padded(kv[0], sight)
     out, lse, dout = of_output
-    of_output = rotate(out, sight.rope), lse, rotate(dout, sight.rope)
+    delta = _dot("bnsh,bnsh->bns", dout, out)  # whichever way both are turned
+    of_output = lse, delta, rotate(dout, sight.rope)
 
-    def block(end: int, carry, q, out, lse, dout, *of_queries):
+    def block(end: int, carry, q, lse, delta, dout, *of_queries):
         near, far, dsinks = carry
         first, size = of_queries[-1], q.shape[2] + sight.back
         k = _keys(padded, kv[1], sight.keys.before(end), first, size)
         weights = jnp.exp(_scores(q, k, _seen(sight, end, *of_queries)) - lse[..., None])
         dk = _dot("bnqz,bnqh->bzh", weights.astype(k.dtype), dout)
-        delta = _dot("bnqh,bnqh->bnq", dout, out)
         dscores = (weights * (_dot("bnqh,bzh->bnqz", dout, k) - delta[..., None])).astype(q.dtype)
         dk += _dot("bnqz,bnqh->bzh", dscores, q)
         near = lax.dynamic_update_slice_in_dim(near, _rows(near, first, size) + dk[:, :size], first, 1)
