@@ -214,16 +214,19 @@ of_bits, angles = of(length, entries // 8, dtype=jnp.uint8), of(length, 64, dtyp
 sight = window.Sight(segments, of_entries, of_entries, of_bits, angles, angles, 128, 4)
 wide, sinks = of(8, length, 512), of(8, dtype=f32)
 of_window = wide, (of(length, 512), of(entries, 512)), sinks, sight, (wide, lse), wide
+def of_rows(*args):
+    return jax.tree.map(lambda a: of(2, *a.shape, dtype=a.dtype), args)
+
 for kernel, args in {
-    causal.attend: (qk, qk, v, segments, bits),
-    causal.attend_backward: (qk, qk, v, (segments, bits), (v, lse), v),
+    causal.attend: of_rows(qk, qk, v, segments, bits),
+    causal.attend_backward: of_rows(qk, qk, v, (segments, bits), (v, lse), v),
     sums.index_scores: (q, heads, k, limit),
     sums.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), limit),
     functools.partial(sums.attention_to, length): (of(8, queries, 192), heads, qk, limit),
     window.attend: of_window[:4],
     window.attend_backward: of_window,
-    lambda *args: causal.attend(*args, None): (qk, qk, v, segments),
-    lambda q, k, v, s, kept: causal.attend_backward(q, k, v, (s, None), kept, v): (qk, qk, v, segments, (v, lse)),
+    lambda *args: causal.attend(*args, None): of_rows(qk, qk, v, segments),
+    lambda q, k, v, s, o: causal.attend_backward(q, k, v, (s, None), o, v): of_rows(qk, qk, v, segments, (v, lse)),
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
 

@@ -68,14 +68,44 @@ def test_attention_and_its_gradients_are_those_of_the_definition(kind, heads_at_
     monkeypatch.setattr(causal, "HEADS", heads_at_once)
     monkeypatch.setattr(causal, "WAITING", heads_at_once * 4 * LENGTH * 24)
     q, k, v, dout = draw(0, (3, LENGTH, 24), (3, LENGTH, 24), (3, LENGTH, 16), (3, LENGTH, 16))
-    which = jnp.asarray(SEGMENTS), None
-    if kind == "selected":
-        which = which[0], sparse.pack(jnp.asarray(seen(kind))[None], LENGTH)[0]
+    bits = sparse.pack(jnp.asarray(seen(kind))[None], LENGTH) if kind == "selected" else None
+    which = jnp.asarray(SEGMENTS)[None], bits
     (out, lse, top), pull = jax.vjp(functools.partial(naive_attention, kind), q, k, v)
-    assert_close(causal.attend(q, k, v, *which, interpret=SIMULATED), (out, lse, top))
     nothing = jnp.zeros_like(lse)
     expected = pull((dout, nothing, nothing))
-    assert_close(causal.attend_backward(q, k, v, which, (out, lse), dout, interpret=SIMULATED), expected)
+    q, k, v, out, lse, top, dout = (a[None] for a in (q, k, v, out, lse, top, dout))
+    assert_close(causal.attend(q, k, v, *which, interpret=SIMULATED), (out, lse, top))
+    found = causal.attend_backward(q, k, v, which, (out, lse), dout, interpret=SIMULATED)
+    assert_close([a[0] for a in found], list(expected))
+
+
+def test_rows_of_a_batch_attend_within_their_own_documents_and_tiles_without_a_common_one_are_not_multiplied():
+    documents = [[1] * 256 + [2] * 300 + [3] * 60 + [0] * 24, [1] * 100 + [2] * 28 + [3] * 384 + [0] * 128]
+    segments, bad = (
+        jnp.asarray(documents),
+        np.s_[0, :, :256],
+    )  # the first two of five blocks hold nothing but document 1
+    np.testing.assert_array_equal(causal._since(segments.reshape(2, 5, LANES)), [[0, 0, 2, 2, 2], [0, 1, 1, 1, 4]])
+    q, k, v, dout = draw(8, *((2, 3, 640, size) for size in (24, 24, 16, 16)))
+    dout = jnp.where(segments[:, None, :, None] > 0, dout, 0)
+
+    def naive(q, k, v):
+        past = jnp.tril(segments[:, :, None] == segments[:, None])[:, None]
+        scores = jnp.where(past, jnp.einsum("bnqh,bnkh->bnqk", q, k), -jnp.inf)
+        lse = jax.nn.logsumexp(scores, axis=-1)
+        return jnp.einsum("bnqk,bnkh->bnqh", jnp.exp(scores - lse[..., None]), v), lse
+
+    (out, lse), pull = jax.vjp(naive, q, k, v)
+    expected = pull((dout, jnp.zeros_like(lse)))
+    q, k, v, kept, dout = jax.tree.map(lambda a: a.at[bad].set(jnp.nan), (q, k, v, (out, lse), dout))
+    found = (
+        *causal.attend(q, k, v, segments, None, interpret=SIMULATED)[:2],
+        *causal.attend_backward(q, k, v, (segments, None), kept, dout, interpret=SIMULATED),
+    )
+    real = np.asarray(segments > 0)[:, None, :] & np.ones((2, 3, 1), bool)
+    real[bad] = False
+    assert_close([a[real] for a in found], [a[real] for a in (out, lse, *expected)])
+    assert all(np.isnan(a[bad]).all() for a in found)
 
 
 def test_rows_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():

@@ -61,7 +61,7 @@ def test_a_kernel_that_is_wrong_in_one_block_is_told(wrong, by, monkeypatch):
 
     def spoiled(*args, **more):
         first, *others = right(*args, **more)
-        return first.at[:, 128:256].multiply(by), *others
+        return first.at[:, :, 128:256].multiply(by), *others
 
     monkeypatch.setattr(causal, wrong, spoiled)
     found = differences(V3)

@@ -67,7 +67,8 @@ def attention(
       q: [B N S H], already multiplied by the softmax scale.
       k: [B N S H].
       v: [B N S Hv].
-      segments: [B S] int32; a query sees the keys of its own segment.
+      segments: [B S] int32, of documents in their order; a query sees the keys of its own. 0 is padding: what its
+        queries see is of no meaning, but finite.
       kept: what an earlier call returned as kept; the forward pass is then not computed.
       selected: as `sparse.pack`, [B S ceil(S / 8)]: the keys that it attends to among these; None: to all.
       scored: whether the largest scores are asked for.
@@ -90,7 +91,7 @@ def _attention(scored, q, k, v, which, kept):
         return *kept, None
     segments, selected = which
     if _is_for_tiles(q, selected):
-        out, lse, top = jax.vmap(causal.attend)(q, k, v, segments, selected)
+        out, lse, top = causal.attend(q, k, v, segments, selected)
         return out, lse, top if scored else None
     if selected is not None:
         return sparse.attend(q, k, v, selected, scored)
@@ -107,7 +108,7 @@ def _attention_backward(_scored, residuals, cotangents):
     q, k, v, (segments, selected), kept, out, lse = residuals
     dout, *_ = cotangents
     if _is_for_tiles(q, selected):
-        found = jax.vmap(causal.attend_backward)(q, k, v, (segments, selected), (out, lse), dout)
+        found = causal.attend_backward(q, k, v, (segments, selected), (out, lse), dout)
     elif selected is not None:
         found = sparse.attend_backward(q, k, v, selected, (out, lse), dout)
     else:

@@ -4,7 +4,8 @@ Tokens lie along the lanes, in arrays [heads size tokens] and in tiles [keys que
 256, and what belongs to a query is spread over a tile without moving between lanes. Several heads share a step, and the
 mask of its tile.
 
-Functions take and give arrays of one row of the batch, [heads tokens size]; `jax.vmap` makes a batch of it.
+Functions of `causal` take and give whole batches, [B heads tokens size], for which tiles are multiplied depends on the
+row; others one row, [heads tokens size], and `jax.vmap` makes a batch of it.
 """
 
 from collections.abc import Callable

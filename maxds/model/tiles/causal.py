@@ -1,7 +1,7 @@
 """Causal attention within documents, or to selected keys.
 
-Of a sequence's tiles only those are visited that are not wholly of the future; the list of them is data that a kernel
-reads ahead of its steps.
+Of a row's tiles only those are visited that are not wholly of the future, and only those are multiplied whose queries
+and keys have a document in common; what is which is data that a kernel reads ahead of its steps.
 """
 
 import functools
@@ -20,7 +20,7 @@ HEADS_BACKWARD = 4  # that share a step of the backward pass, at most
 
 
 class Visits(NamedTuple):
-    """The tiles of a sequence in the order in which a kernel visits them, as arrays of int32."""
+    """The tiles of a row in the order in which a kernel visits them, as arrays of int32."""
 
     query: np.ndarray  # block
     key: np.ndarray  # block
@@ -40,6 +40,18 @@ def by_columns(count: int) -> Visits:
     return Visits(*np.array(pairs, np.int32).T)
 
 
+class Ahead(NamedTuple):
+    """What a kernel reads ahead of its steps."""
+
+    visits: Any  # Visits
+    since: Any  # [B blocks] int32: of a block of queries the first block of keys that it is multiplied by
+
+    def at(self, row: Any, step: Any) -> tuple[Any, Any, Any]:
+        """Blocks of queries and of keys that a step visits, and the first of keys for these queries."""
+        query = self.visits.query[step]
+        return query, self.visits.key[step], self.since[row, query]
+
+
 def can_attend(length: int, size: int, *, selected: bool) -> bool:
     """Whether rows of so many tokens, of heads of this size, are for `attend` and its backward pass."""
     return length % (8 * LANES if selected else LANES) == 0 and 4 * length * size <= WAITING
@@ -48,58 +60,67 @@ def can_attend(length: int, size: int, *, selected: bool) -> bool:
 def attend(
     q: Array, k: Array, v: Array, segments: Array, selected: Array | None, *, interpret: Any = False
 ) -> tuple[Array, Array, Array]:
-    """Causal attention within documents, or to the selected keys, of one row.
+    """Causal attention within documents, or to the selected keys.
 
     Args:
-      q: [N S H], already multiplied by the softmax scale.
-      k: [N S H].
-      v: [N S Hv].
-      segments: [S] int32; not read where keys are selected.
-      selected: as `sparse.pack`, [S S / 8], at least one for each query; None: all of the query's segment up to it.
+      q: [B N S H], already multiplied by the softmax scale.
+      k: [B N S H].
+      v: [B N S Hv].
+      segments: [B S] int32, of documents in their order; 0: padding, of which a query need not see all before it. Not
+        read where keys are selected.
+      selected: as `sparse.pack`, [B S S / 8], at least one for each query; None: all of the query's segment up to it.
       interpret: as of `pallas_call`.
 
     Returns:
-      The output [N S Hv]; of each query the log-sum-exp of the scores, and the largest of them [N S] float32.
+      The output [B N S Hv]; of each query the log-sum-exp of the scores, and the largest of them [B N S] float32.
     """
-    (heads, length, size), size_v = q.shape, v.shape[2]
+    (batch, heads, length, size), size_v = q.shape, v.shape[3]
     mask, group = _mask(segments, selected), group_of(heads, HEADS)
-    visits, (of_query, of_key) = by_rows(length // mask.block), _places(group, mask.block)
-    of_row = jax.ShapeDtypeStruct((heads, 1, length), jnp.float32)
+    visits = by_rows(length // mask.block)
+
+    def key(query, key, since):
+        return jnp.maximum(key, since)  # what is not multiplied waits for the first that is
+
+    of_query, of_key = (_blocks((group, mask.block), which) for which in (_query, key))
+    of_row = jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32)
     out, lse, top = call(
         functools.partial(_attend, mask.hidden),
-        jax.tree.map(jnp.asarray, visits),
-        [(turned(q), of_query(size)), (turned(k), of_key(size)), (turned(v), of_key(size_v)), *mask.given],
+        Ahead(jax.tree.map(jnp.asarray, visits), mask.since),
+        [(turned(q), of_query(size)), (turned(k), of_key(size)), (turned(v), of_key(size_v)), *mask.given(_query, key)],
         [(like(turned(v)), of_query(size_v)), (of_row, of_query(1)), (of_row, of_query(1))],
         [(mask.block, mask.block), *((group, rows, mask.block) for rows in (1, 1, size_v))],
-        grid=(heads // group, len(visits.query)),
-        flops=2 * len(visits.query) * mask.block**2 * heads * (size + size_v),
+        grid=(batch, heads // group, len(visits.query)),
+        flops=2 * batch * len(visits.query) * mask.block**2 * heads * (size + size_v),
         name="attend",
         interpret=interpret,
     )
-    return turned(out), lse[:, 0], top[:, 0]
+    return turned(out), lse[:, :, 0], top[:, :, 0]
 
 
-def _attend(hide, visits, given, found, held):
+def _attend(hide, ahead, given, found, held):
     (q, k, v, *mask), (out, lse, top), (hidden, highest, total, summed) = given, found, held
-    t = pl.program_id(1)
-    hidden[...] = hide(mask, visits.query[t], visits.key[t])
+    t = pl.program_id(2)
+    query, key, since = ahead.at(pl.program_id(0), t)
 
-    @pl.when(visits.first[t] == 1)
+    @pl.when(ahead.visits.first[t] == 1)
     def _():
         highest[...] = jnp.full(highest.shape, LOWEST)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
-    for h in range(len(q)):
-        scores = dot(k[h], q[h], 0, 0) + hidden[...]
-        before = highest[h]
-        now = jnp.maximum(before, jnp.max(scores, axis=KEYS, keepdims=True))
-        weights, old = jnp.exp(scores - now), jnp.exp(before - now)
-        highest[h] = now
-        total[h] = total[h] * old + jnp.sum(weights, axis=KEYS, keepdims=True)
-        summed[h] = summed[h] * old + dot(v[h], weights.astype(v.dtype), 1, 0)
+    @pl.when(key >= since)
+    def _():
+        hidden[...] = hide(mask, query, key)
+        for h in range(len(q)):
+            scores = dot(k[h], q[h], 0, 0) + hidden[...]
+            before = highest[h]
+            now = jnp.maximum(before, jnp.max(scores, axis=KEYS, keepdims=True))
+            weights, old = jnp.exp(scores - now), jnp.exp(before - now)
+            highest[h] = now
+            total[h] = total[h] * old + jnp.sum(weights, axis=KEYS, keepdims=True)
+            summed[h] = summed[h] * old + dot(v[h], weights.astype(v.dtype), 1, 0)
 
-    @pl.when(visits.last[t] == 1)
+    @pl.when(ahead.visits.last[t] == 1)
     def _():
         top[...] = highest[...]
         lse[...] = highest[...] + jnp.log(total[...])
@@ -118,101 +139,146 @@ def attend_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v, given (segments, selected), output and log-sum-exp, and the gradient of the output.
 
-    Queries see the first keys first, and have seen all when those of their own block come: so what they need of their
-    output is made then, and their gradient is written then. In between, those of all queries wait in VMEM.
+    Queries see the first of their keys first, when what they need of their output is made, and have seen all when those
+    of their own block come, when their gradient is written. In between, those of all queries wait in VMEM.
     """
-    (heads, length, size), size_v, (out, lse) = q.shape, v.shape[2], kept
+    (batch, heads, length, size), size_v, (out, lse) = q.shape, v.shape[3], kept
     mask, group = _mask(*which), group_of(heads, min(HEADS_BACKWARD, WAITING // (4 * length * size)))
-    visits, (of_query, of_key) = by_columns(length // mask.block), _places(group, mask.block)
     blocks = length // mask.block
-    at_first = pl.BlockSpec(
-        (group, size_v, mask.block),
-        lambda g, t, visits: (g, 0, jnp.where(visits.key[t] == 0, visits.query[t], blocks - 1)),
-    )
+    visits = by_columns(blocks)
+
+    def query(query, key, since):
+        return jnp.where(key >= since, query, jnp.minimum(key + 1, blocks - 1))  # else the first of the next keys
+
+    def query_at_first(query, key, since):
+        return jnp.where(key == since, query, blocks - 1)
+
+    of_query, at_first, of_key = (_blocks((group, mask.block), which) for which in (query, query_at_first, _key))
     q, k, v, out, dout = map(turned, (q, k, v, out, dout))
-    of_queries = [(q, of_query(size)), (lse[:, None], of_query(1)), (out, at_first), (dout, of_query(size_v))]
+    of_queries = [
+        (q, of_query(size)),
+        (lse[:, :, None], of_query(1)),
+        (out, at_first(size_v)),
+        (dout, of_query(size_v)),
+    ]
     dq, dk, dv = call(
         functools.partial(_attend_backward, mask.hidden),
-        jax.tree.map(jnp.asarray, visits),
-        [*of_queries, (k, of_key(size)), (v, of_key(size_v)), *mask.given],
+        Ahead(jax.tree.map(jnp.asarray, visits), mask.since),
+        [*of_queries, (k, of_key(size)), (v, of_key(size_v)), *mask.given(query, _key)],
         [(like(q), of_key(size)), (like(k), of_key(size)), (like(v), of_key(size_v))],
         [
             (mask.block, mask.block),
             *((blocks, group, rows, mask.block) for rows in (1, size)),
             *((group, rows, mask.block) for rows in (size, size_v)),
         ],
-        grid=(heads // group, len(visits.query)),
-        flops=2 * len(visits.query) * mask.block**2 * heads * (3 * size + 2 * size_v),
+        grid=(batch, heads // group, len(visits.query)),
+        flops=2 * batch * len(visits.query) * mask.block**2 * heads * (3 * size + 2 * size_v),
         name="attend_backward",
         interpret=interpret,
     )
     return turned(dq), turned(dk), turned(dv)
 
 
-def _attend_backward(hide, visits, given, found, held):
+def _attend_backward(hide, ahead, given, found, held):
     (q, lse, out, dout, k, v, *mask), (dq, dk, dv), (hidden, deltas, dqs, dks, dvs) = given, found, held
-    t = pl.program_id(1)
-    query, key = visits.query[t], visits.key[t]
-    hidden[...] = hide(mask, query, key)
+    t = pl.program_id(2)
+    query, key, since = ahead.at(pl.program_id(0), t)
 
-    @pl.when(visits.first[t] == 1)
+    @pl.when(ahead.visits.first[t] == 1)
     def _():
         dks[...] = jnp.zeros(dks.shape, jnp.float32)
         dvs[...] = jnp.zeros(dvs.shape, jnp.float32)
 
-    @pl.when(key == 0)
+    @pl.when(key == since)
     def _():
         dqs[query] = jnp.zeros(dqs.shape[1:], jnp.float32)
         products = out[...].astype(jnp.float32) * dout[...].astype(jnp.float32)
         deltas[query] = jnp.sum(products, axis=1, keepdims=True)
 
-    for h in range(len(q)):
-        weights = jnp.exp(dot(k[h], q[h], 0, 0) + hidden[...] - lse[h])
-        dvs[h] += dot(dout[h], weights.astype(v.dtype), 1, 1)
-        dscores = (weights * (dot(v[h], dout[h], 0, 0) - deltas[query, h])).astype(q.dtype)
-        dks[h] += dot(q[h], dscores, 1, 1)
-        dqs[query, h] += dot(k[h], dscores, 1, 0)
+    @pl.when(key >= since)
+    def _():
+        hidden[...] = hide(mask, query, key)
+        for h in range(len(q)):
+            weights = jnp.exp(dot(k[h], q[h], 0, 0) + hidden[...] - lse[h])
+            dvs[h] += dot(dout[h], weights.astype(v.dtype), 1, 1)
+            dscores = (weights * (dot(v[h], dout[h], 0, 0) - deltas[query, h])).astype(q.dtype)
+            dks[h] += dot(q[h], dscores, 1, 1)
+            dqs[query, h] += dot(k[h], dscores, 1, 0)
 
-    @pl.when(visits.first[t] == 1)
+    @pl.when(ahead.visits.first[t] == 1)
     def _():
         dq[...] = dqs[query].astype(dq.dtype)
 
-    @pl.when(visits.last[t] == 1)
+    @pl.when(ahead.visits.last[t] == 1)
     def _():
         dk[...] = dks[...].astype(dk.dtype)
         dv[...] = dvs[...].astype(dv.dtype)
 
 
-def _places(group: int, block: int) -> tuple[Callable, Callable]:
-    """Blocks of an array [heads size tokens], by its size: of the queries, and of the keys, that a step reads."""
+Which = Callable[[Any, Any, Any], Any]
+"""Which block a step reads, of `Ahead.at`."""
 
-    def of_query(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((group, size, block), lambda g, t, visits: (g, 0, visits.query[t]))
 
-    def of_key(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((group, size, block), lambda g, t, visits: (g, 0, visits.key[t]))
+def _query(query, key, since):
+    return query
 
-    return of_query, of_key
+
+def _key(query, key, since):
+    return key
+
+
+def _blocks(shape: tuple[int, int], which: Which) -> Callable:
+    """Blocks of (heads, tokens) of an array [B heads size tokens], by its size."""
+
+    def of_size(size: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, shape[0], size, shape[1]), lambda b, g, t, ahead: (b, g, 0, which(*ahead.at(b, t))))
+
+    return of_size
 
 
 class _Mask(NamedTuple):
     """What queries do not attend to."""
 
     block: int  # queries, and keys, of a tile
-    given: list  # arrays that say it, each with its blocks
+    since: Array  # as of `Ahead`
+    given: Callable  # (which queries, which keys) -> arrays that say it, each with its blocks
     hidden: Callable  # (references to these, block of queries, block of keys) -> [keys queries]: 0, or LOWEST to hide
 
 
 def _mask(segments: Array, selected: Array | None) -> _Mask:
+    (batch, length), block = segments.shape, block_of(segments.shape[1])
     if selected is None:
-        block = block_of(len(segments))
-        of_query = pl.BlockSpec((1, block), lambda g, t, visits: (0, visits.query[t]))
-        of_key = pl.BlockSpec((1, block), lambda g, t, visits: (0, visits.key[t]))
-        return _Mask(block, [(segments[None], of_query), (segments[None], of_key)], _not_seen)
-    block = block_of(len(segments) // 8)  # keys of a tile are of one run of the selection
-    run = len(segments) // 8 // block
-    bits = pl.BlockSpec((block, block), lambda g, t, visits: (visits.query[t], lax.rem(visits.key[t], run)))
-    return _Mask(block, [(selected, bits)], functools.partial(_not_selected, run))
+
+        def of_block(which: Which) -> tuple[Array, pl.BlockSpec]:
+            return segments[:, None], pl.BlockSpec(
+                (None, 1, block), lambda b, g, t, ahead: (b, 0, which(*ahead.at(b, t)))
+            )
+
+        since = _since(segments.reshape(batch, -1, block))
+        return _Mask(block, since, lambda *both: [*map(of_block, both)], _not_seen)
+    block = block_of(length // 8)  # keys of a tile are of one run of the selection
+    run = length // 8 // block
+
+    def of_tile(query: Which, key: Which) -> list:
+        def at(b, g, t, ahead):
+            seen = ahead.at(b, t)
+            return b, query(*seen), lax.rem(key(*seen), run)
+
+        return [(selected, pl.BlockSpec((None, block, block), at))]
+
+    since = jnp.zeros((batch, length // block), jnp.int32)
+    return _Mask(block, since, of_tile, functools.partial(_not_selected, run))
+
+
+def _since(segments: Array) -> Array:
+    """[B blocks block] -> [B blocks]: the first block that ends no earlier than the first document of this one begins.
+
+    Of a block of padding alone, itself.
+    """
+    last = lax.cummax(jnp.max(segments, axis=2), axis=1)
+    real = jnp.where(segments > 0, segments, jnp.iinfo(segments.dtype).max)
+    before = jnp.sum(last[:, None] < jnp.min(real, axis=2)[:, :, None], axis=2, dtype=jnp.int32)
+    return jnp.minimum(before, jnp.arange(segments.shape[1], dtype=jnp.int32))
 
 
 def _not_seen(segments, query, key):
