@@ -109,6 +109,23 @@ PRODUCTS = {  # a row's inputs, by the weights' inputs, outputs
 }
 
 
+@pytest.mark.parametrize("subscripts", PRODUCTS)
+def test_gradients_of_a_product_are_those_of_its_definition_and_of_the_weight_heads_come_first(subscripts):
+    x, w = (uneven(shape, np.float32, i) for i, shape in enumerate(PRODUCTS[subscripts]))
+    y, pull = jax.vjp(functools.partial(jnp.einsum, subscripts), x, w)
+    dy = uneven(y.shape, np.float32, 2)
+
+    def learn(x, w, dy):
+        y, pull = jax.vjp(functools.partial(ops.matmul, subscripts), x, w)
+        return y, *pull(dy)
+
+    for found, expected in zip(learn(x, w, dy), (y, *pull(dy)), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5 * np.abs(expected).max())
+    equations = jaxprs.equations(jax.make_jaxpr(learn)(x, w, dy).jaxpr)
+    turned = [eqn.invars[0].aval.shape for name, eqn, _ in equations if name == "optimization_barrier"]
+    assert turned == {"bsq,qnh->bnsh": [(3, 6, 24)], "bnsv,ndv->bsd": [(3, 8, 7)]}.get(subscripts, [])
+
+
 def weight(w, over, compute):
     return Quantized(quantize(jnp.asarray(w), FORWARD, over).astype(compute), jnp.zeros(w.shape, compute))
 

@@ -62,7 +62,13 @@ WORDS = {
     | {"model.residual", "model.engram", "model.indexer", "model.attention", "model.compressed", "model.moe"}
     | {"model.layout", "model.deepseek", "model.decode"},
     r"shard_map\(": {"muon", "step", "integrity", "generate", "score"},
-    r"optimization_barrier\(": {"params", "schedule", "model.moe", "muon"},  # what a loop exchanges stays in it
+    r"optimization_barrier\(": {
+        "params",
+        "schedule",
+        "model.moe",
+        "model.ops",
+        "muon",
+    },  # what a loop exchanges stays in it
     r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "tables", "model.moe", "muon"},
     r"psum\(": {"params", "tables", "step"},
     r"custom_vjp": {
