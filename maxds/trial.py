@@ -48,7 +48,7 @@ def _run(trial: Trial, device: Any) -> Tree:
 
 
 def _trials(model: Model) -> dict[str, Trial]:
-    found = {"grouped matmul": _grouped_matmul(), "sum of rows": _sum_of_rows(model)}
+    found = {"grouped matmul": _grouped_matmul(), "gated rows": _gated(model), "sum of rows": _sum_of_rows(model)}
     latent = model.compress_ratios is None
     if latent:
         found["attention"] = _attention(model, None)
@@ -144,6 +144,23 @@ def _grouped_matmul() -> Trial:
         return jnp.where(inside, y, 0), jnp.where(inside, dx, 0), dw
 
     return run, tuple(_draw((ROWS, 256), (EXPERTS, 256, 512), (ROWS, 512)))
+
+
+def _gated(model: Model) -> Trial:
+    """Of which some rows are left over."""
+    count = ROWS - ROWS // 5
+
+    def run(up, weights, dy):
+        def gate(up, weights):
+            gated = kernels.gated(model.swiglu_limit, up, weights, jnp.int32(count))
+            return jnp.where(jnp.arange(ROWS)[:, None] < count, gated, 0)
+
+        y, pull = jax.vjp(gate, up, weights)
+        dup, dweights = pull(dy)
+        return y, dup[:count], dweights[:count]
+
+    up, weights, dy = _draw((ROWS, 1024), (ROWS,), (ROWS, 512))
+    return run, (up, weights.astype(jnp.float32), dy)
 
 
 def _sum_of_rows(model: Model) -> Trial:

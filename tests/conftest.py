@@ -10,7 +10,7 @@ import pytest
 import running
 from jax.experimental.compilation_cache import compilation_cache
 
-from maxds.model.tiles import causal, sums, window
+from maxds.model.tiles import causal, gates, sums, window
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -45,6 +45,7 @@ def interpreted(monkeypatch):
     """Kernels for TPU are run by Pallas' interpreter."""
     for module, names in (
         (causal, ("attend", "attend_backward")),
+        (gates, ("gated", "gated_backward")),
         (sums, ("index_scores", "index_scores_backward", "attention_to")),
         (window, ("attend", "attend_backward")),
     ):

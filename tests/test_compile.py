@@ -195,7 +195,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from maxds import loader, trial
 from maxds.aot import topology
 from maxds.config import Config
-from maxds.model.tiles import causal, sums, window
+from maxds.model.tiles import causal, gates, sums, window
 
 topology.prepare()
 alone = topology.devices(sys.argv[2])[:1]
@@ -217,6 +217,7 @@ of_window = wide, (of(length, 512), of(entries, 512)), sinks, sight, (wide, lse)
 def of_rows(*args):
     return jax.tree.map(lambda a: of(2, *a.shape, dtype=a.dtype), args)
 
+gated = of(1024, 4096), of(1024, dtype=f32), limit, of(1024, 2048)
 for kernel, args in {
     causal.attend: of_rows(qk, qk, v, segments, bits),
     causal.attend_backward: of_rows(qk, qk, v, (segments, bits), (v, lse), v),
@@ -225,6 +226,8 @@ for kernel, args in {
     functools.partial(sums.attention_to, length): (of(8, queries, 192), heads, qk, limit),
     window.attend: of_window[:4],
     window.attend_backward: of_window,
+    lambda *args: gates.gated(*args, 10.0): gated[:3],
+    lambda *args: gates.gated_backward(*args, None): gated,
     lambda *args: causal.attend(*args, None): of_rows(qk, qk, v, segments),
     lambda q, k, v, s, o: causal.attend_backward(q, k, v, (s, None), o, v): of_rows(qk, qk, v, segments, (v, lse)),
 }.items():

@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from maxds.model import indexer, kernels, sparse, window
 from maxds.model.indexer import Attended, Index
 from maxds.model.kernels import Keys
-from maxds.model.tiles import LANES, causal, sums
+from maxds.model.tiles import LANES, causal, gates, sums
 from maxds.model.tiles import window as window_tiles
 
 # What nothing was written to is not a number, and a read outside of an array ends the program.
@@ -248,6 +248,36 @@ def test_gradients_of_summed_scores_are_those_of_the_definition_up_to_the_limit(
     *expected, expected_k = jax.vjp(weighed, q, count_for, k[:known])[1](dscores[:, :known])
     assert_close((found, dk[:known]), (expected, expected_k))
     assert not np.any(dk[known:])
+
+
+# --------------------------------------------------------------------------------------- experts' rows
+
+ROWS, WIDTH, LIMIT = 3 * LANES, 4 * LANES, 0.7
+
+
+@pytest.mark.parametrize("count", [ROWS, LANES + 7, 0])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_gated_rows_and_their_gradients_are_those_of_the_definition_and_others_are_not_read(limit, count):
+    up, weights, dy = draw(9, (ROWS, WIDTH), (ROWS,), (ROWS, WIDTH // 2))
+
+    def naive(up, weights):
+        gate, linear = jnp.split(up, 2, axis=1)
+        if limit is not None:
+            gate, linear = jnp.minimum(gate, limit), jnp.clip(linear, -limit, limit)
+        return gate / (1 + jnp.exp(-gate)) * linear * weights[:, None]
+
+    y, pull = jax.vjp(naive, up[:count], weights[:count])
+    expected = y, *pull(dy[:count])
+    end = -(-count // LANES) * LANES
+    up, weights, dy = (a.at[end:].set(jnp.nan) for a in (up, weights, dy))
+    given = up, weights, jnp.int32(count)
+    found = (
+        gates.gated(*given, limit, interpret=SIMULATED),
+        *gates.gated_backward(*given, dy, limit, interpret=SIMULATED),
+    )
+    if count:
+        assert_close([a[:count] for a in found], list(expected))
+    assert all(np.isnan(a[max(end, LANES) :]).all() for a in found)  # nothing is written there
 
 
 # ------------------------------------------------------------------------------ as the model uses them

@@ -40,8 +40,11 @@ def differences(model):
 @pytest.mark.usefixtures("_tpu")
 def test_kernels_that_are_right_differ_by_their_roundings():
     found = differences(V32)
-    assert set(found) == {"grouped matmul", "sum of rows", "attention", "attention to selected", "index"}
-    assert all(0 < found[name] <= doctor.MAX_DIFFERENCE for name in ("attention", "attention to selected", "index"))
+    assert set(found) == {"grouped matmul", "gated rows", "sum of rows", "attention", "attention to selected", "index"}
+    assert all(
+        0 < found[name] <= doctor.MAX_DIFFERENCE
+        for name in ("attention", "attention to selected", "index", "gated rows")
+    )
 
 
 @pytest.mark.usefixtures("_tpu")
@@ -54,7 +57,7 @@ def test_a_block_of_padding_alone_is_not_compared(monkeypatch):
 @pytest.mark.usefixtures("_tpu")
 def test_those_of_v4_are_tried_too(monkeypatch):
     windows = {"attention to a window" + more for more in ("", " and entries of 3", " and entries of 4")}
-    assert set(trial._trials(V4)) == {"grouped matmul", "sum of rows", "index"} | windows
+    assert set(trial._trials(V4)) == {"grouped matmul", "gated rows", "sum of rows", "index"} | windows
     (cpu, *_) = jax.devices()
     for ratio, length in ((0, 256), (3, 256), (4, 4096)):  # of fewer entries no tile is selected
         monkeypatch.setattr(trial, "LENGTH", length)
@@ -72,5 +75,5 @@ def test_a_kernel_that_is_wrong_in_one_block_is_told(wrong, by, monkeypatch):
 
     monkeypatch.setattr(causal, wrong, spoiled)
     found = differences(V3)
-    assert set(found) == {"grouped matmul", "sum of rows", "attention"}
+    assert set(found) == {"grouped matmul", "gated rows", "sum of rows", "attention"}
     assert not found["attention"] <= doctor.MAX_DIFFERENCE

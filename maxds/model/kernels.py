@@ -9,6 +9,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 | to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024 [1]            |
 | to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | our own, in rows of n 128 [2]             |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
+| gated rows     | XLA                        | XLA                        | our own, of n 128 rows and columns        |
 | summed scores  | XLA, head by head          | XLA, head by head          | our own, of blocks of queries             |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
@@ -28,8 +29,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxds.model import scores, sparse, sparsecores
-from maxds.model.tiles import causal, sums
+from maxds.model import ops, scores, sparse, sparsecores
+from maxds.model.tiles import causal, gates, sums
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Tree, quantize
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
@@ -424,6 +425,39 @@ def _multiply_transposed_by_blocks(x, dy, sizes, dtype):
         return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
 
     return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), dtype))
+
+
+# ------------------------------------------------------------------------------------ gated rows
+
+
+def gated(limit: float | None, up: jax.Array, weights: jax.Array, count: jax.Array) -> jax.Array:
+    """SwiGLU, times what each row counts for.
+
+    Args:
+      limit: as of `ops.swiglu`.
+      up: [R 2F].
+      weights: [R] float32.
+      count: [] int32; rows from there on may hold anything.
+
+    Returns:
+      [R F].
+    """
+    if is_tpu() and gates.can_gate(*up.shape):
+        return _gated(limit, up, weights, count)
+    return ops.swiglu(up, limit) * weights[:, None].astype(up.dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _gated(limit, up, weights, count):
+    return gates.gated(up, weights, count, limit)
+
+
+def _gated_backward(limit, operands, dy):
+    up, weights, count = operands
+    return *gates.gated_backward(up, weights, count, dy, limit), None
+
+
+_gated.defvjp(lambda limit, *operands: (_gated(limit, *operands), operands), _gated_backward)
 
 
 # ---------------------------------------------------------------------------------- tokens and routed rows

@@ -346,7 +346,7 @@ def _multiplied(limit: float | None, w: Mlp, x: jax.Array, weights: jax.Array, r
     here = jnp.clip(ends, first, first + len(x)) - jnp.clip(ends - routing.sizes, first, first + len(x))
     up = kernels.grouped_matmul(x, w.up, here, kept)
     weight = kernels.rows_of_pairs(weights, routes(routing, len(x), i, weights.shape))
-    return kernels.grouped_matmul(swiglu(up, limit) * weight[:, None].astype(up.dtype), w.down, here), up
+    return kernels.grouped_matmul(kernels.gated(limit, up, weight, jnp.sum(here)), w.down, here), up
 
 
 def _further_round(limit: float | None, rows: int, i, operands, routing: Routing):

@@ -1,11 +1,11 @@
-"""Kernels of our own for TPU: tiles of queries by keys, whose scores never leave VMEM.
+"""Kernels of our own for TPU: tiles of queries by keys, whose scores never leave VMEM; and experts' rows (`gates`).
 
 Tokens lie along the lanes, in arrays [heads size tokens] and in tiles [keys queries]: so heads of 192 are not padded to
 256, and what belongs to a query is spread over a tile without moving between lanes. Several heads share a step, and the
 mask of its tile.
 
 Functions of `causal` take and give whole batches, [B heads tokens size], for which tiles are multiplied depends on the
-row; others one row, [heads tokens size], and `jax.vmap` makes a batch of it.
+row; others of attention one row, [heads tokens size], and `jax.vmap` makes a batch of it.
 """
 
 from collections.abc import Callable
