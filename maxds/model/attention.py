@@ -87,11 +87,15 @@ def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array
 
 
 def expanded(w: Attention, cached: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """`latents` -> the keys [B N S H] and values [B N S v_head_dim] that they stand for."""
+    """`latents` -> the keys [B N S H] and values [B N S v_head_dim] that they stand for.
+
+    Keys are a product of H columns, some of them zero, and a sum: on TPU half the time of joining what is narrower.
+    """
     latent, rope = cached
-    nope = matmul("bsc,cnh->bnsh", latent, w.k_up)
-    shared = jnp.broadcast_to(rope[:, None], (*nope.shape[:3], rope.shape[-1]))
-    k = checkpoint_name(jnp.concatenate([nope, shared], axis=-1), "key")
+    k_up = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, rope.shape[-1]))), w.k_up)
+    nope = matmul("bsc,cnh->bnsh", latent, k_up)
+    shared = jnp.pad(rope, ((0, 0), (0, 0), (nope.shape[-1] - rope.shape[-1], 0)))
+    k = checkpoint_name(nope + shared[:, None], "key")
     return k, checkpoint_name(matmul("bsc,cnh->bnsh", latent, w.v_up), "value")
 
 
