@@ -16,7 +16,7 @@ COPY pyproject.toml LICENSE ./
 COPY constraints constraints
 COPY maxds/__init__.py maxds/
 RUN touch README.md \
- && pip install --no-cache-dir -c constraints/py312.txt -e ".[$EXTRA]" \
+ && pip install --no-cache-dir -c constraints/py312.txt -e ".[$EXTRA,wandb]" \
  && useradd --create-home --uid 1000 maxds \
  && install --directory --owner=maxds runs
 COPY configs configs

@@ -378,6 +378,9 @@ class Config:
     log_every_steps: int = 1
     # Every process serves the figures of its last step at http://HOST:PORT/metrics, for Prometheus. null: none does
     prometheus_port: int | None = None
+    # The first process sends the config and what TensorBoard gets to this project of Weights & Biases, as the variables
+    # WANDB_* say (WANDB_API_KEY, WANDB_ENTITY, WANDB_MODE=offline, …). null: no one does
+    wandb: str | None = None
     # Every so many steps, one is computed twice and compared to the bit, and so are the devices' copies of the state:
     # for chips that compute wrongly and say nothing. null: never
     verify_every_steps: int | None = None

@@ -20,10 +20,11 @@ import jax
 import numpy as np
 from tqdm import tqdm
 
-from maxds import flops, goodput, records
+from maxds import flops, goodput, records, wandb_run
 from maxds.config import Config
 from maxds.exporter import Exporter
 from maxds.records import EVALS, STEPS, TIMES, Records
+from maxds.wandb_run import WandbRun
 
 
 @dataclasses.dataclass
@@ -57,6 +58,7 @@ class Log:
 
     Raises:
       exporter.PortError: on entering: they cannot be served.
+      wandb_run.WandbError: on entering: W&B is asked for, and cannot be used.
     """
 
     _records: Records  # from `start` on, in the primary process
@@ -72,14 +74,17 @@ class Log:
         self._unshown: list[float] = []  # seconds of the steps since the last line
         self._closing = contextlib.ExitStack()
         self._exporter: Exporter | None = None
+        self._wandb: WandbRun | None = None
 
     def __enter__(self) -> "Log":
+        if self.primary and self.config.wandb is not None:
+            wandb_run.check(self.config.wandb)
         if (port := self.config.prometheus_port) is not None:
             self._exporter = self._closing.enter_context(Exporter(port, jax.process_index()))
         return self
 
-    def __exit__(self, *error: object) -> None:
-        self._closing.close()
+    def __exit__(self, *error: Any) -> None:
+        self._closing.__exit__(*error)
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[Phase]:
@@ -109,6 +114,10 @@ class Log:
         known = f"{peak / 1e12:,.0f} TFLOP/s of {device_kind}" if peak else f"unknown for {device_kind}"
         self.note(f"MFU         {flops.FORMULA}: {token_flops / 1e9:,.4g} GFLOP a token; peak {known}")
         self._records = self._closing.enter_context(Records(self.config.run_dir, done, self.alarm))
+        if self.config.wandb is not None:
+            with self.phase("wandb") as phase:
+                self._wandb = self._closing.enter_context(WandbRun(self.config, self.alarm))
+                phase.detail = self._wandb.place
         self._account = goodput.Account(records.read(self.config.run_dir, TIMES))
         self._add_time(goodput.start(done, self._phases))
         if self._terminal:
@@ -137,7 +146,7 @@ class Log:
         self._recent.append(seconds)
         self._unshown.append(seconds)
         self._records.append(STEPS, row)
-        self._records.scalars(step, scalars)
+        self._add_scalars(step, scalars)
         if row["skipped"]:
             self.note(f"step {step} skipped: its gradient norm is {row['grad_norm']:.3g}")
         if self._bar is not None:
@@ -177,6 +186,11 @@ class Log:
         self._account.add(row)
         self._records.append(TIMES, row)
 
+    def _add_scalars(self, step: int, scalars: dict[str, float | None]) -> None:
+        self._records.scalars(step, scalars)
+        if self._wandb is not None:
+            self._wandb.show(step, scalars)
+
     def _show(self, step: int, row: dict[str, Any]) -> None:
         steps = self.config.steps
         left = statistics.median(self._recent) * (steps - step)
@@ -195,7 +209,7 @@ class Log:
         if not self.primary:
             return
         self._records.append(EVALS, {"step": step, "eval": means})
-        self._records.scalars(step, scalars)
+        self._add_scalars(step, scalars)
         self.note(f"eval after step {step}  {_named(means)}")
 
     def note(self, text: str) -> None:

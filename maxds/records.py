@@ -22,7 +22,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from etils import epath
 from tensorboardX.event_file_writer import EventsWriter
@@ -120,7 +120,7 @@ class Records:
         self._next = step + 1
         if self._board is None:
             return
-        finite = [scalar(tag, value).value[0] for tag, value in values.items() if _is_finite(value)]
+        finite = [scalar(tag, value).value[0] for tag, value in values.items() if is_finite(value)]
         event = Event(wall_time=time.time(), step=step, summary=Summary(value=finite))
         with self._telling():
             board, self._board = self._board, None
@@ -179,7 +179,8 @@ def _is_until(row: dict[str, Any], done: int) -> bool:
     return isinstance(row["step"], int) and row["step"] <= done
 
 
-def _is_finite(value: float | None) -> bool:
+def is_finite(value: float | None) -> TypeGuard[float]:
+    """Whether there is a value, and TensorBoard can draw it."""
     return value is not None and math.isfinite(value)
 
 

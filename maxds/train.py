@@ -37,6 +37,7 @@ from maxds import (
     rollback,
     saves,
     trained,
+    wandb_run,
     watchdog,
 )
 from maxds import data as data_lib
@@ -62,6 +63,7 @@ MISTAKES = (
     sparsecores.KernelError,
     executable.ExecutableError,
     exporter.PortError,
+    wandb_run.WandbError,
 )
 EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}
 EXIT_CODES[integrity.CorruptionError] = 1

@@ -38,7 +38,7 @@ def test_script_is_executable_and_stops_at_the_first_error(path):
 def test_constraints_pin_every_dependency_within_its_bounds(path):
     pins = {normal(name): version for name, version in (line.split("==") for line in path.read_text().split())}
     python = f"3.{path.stem.removeprefix('py3')}"
-    names = "test", "dev", "tpu"
+    names = "test", "dev", "tpu", "wandb"
     extras = [line for name in names for line in PROJECT["optional-dependencies"][name]]
     wanted = [Requirement(line) for line in PROJECT["dependencies"] + extras if not line.startswith("maxds[")]
     wanted = [r for r in wanted if r.marker is None or r.marker.evaluate({"python_version": python})]

@@ -16,8 +16,8 @@ ORDER = """command section architecture config nodes loader mesh quantize params
     muon optimizer step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
-    data checksum integrity checkpoint parts records goodput exporter metrics report trained generate score watchdog
-    saves rollback loop train
+    data checksum integrity checkpoint parts records goodput exporter wandb_run metrics report trained generate score
+    watchdog saves rollback loop train
     hf hf.files hf.quantized hf.table hf.v4 hf.settings convert
     compile cluster jobset launch trial doctor""".split()
 # Less than the order would allow.
@@ -92,6 +92,7 @@ WORDS = {
             "records",
             "goodput",
             "exporter",
+            "wandb_run",
             "metrics",
             "report",
         ),
