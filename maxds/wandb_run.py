@@ -82,9 +82,13 @@ class WandbRun:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        from wandb import teardown  # as in `check`
+
         if self._run is not None:
             with self._telling():
                 self._run.finish(exit_code=0 if kind is None else 1)
+        with contextlib.suppress(Exception):  # of what was told already, it would print a traceback at exit
+            teardown()
 
 
 def _start(config: Config, alarm: Callable[[str], None]) -> Any:

@@ -7,6 +7,7 @@ import signal
 import struct
 from unittest import mock
 
+import psutil
 import pytest
 import running
 import test_exporter
@@ -116,6 +117,17 @@ def test_a_server_that_does_not_answer_makes_the_run_offline(tmp_path, process_c
     assert (code, err.count("\n")) == (0, 1), err
     assert err.startswith("ALARM: wandb=ours is not taken by W&B, and goes on offline: ")
     assert history(run_dir) == list(expected(run_dir))
+
+
+def test_a_service_that_is_killed_is_told_of_once_and_the_run_goes_on(tmp_path, process_cache):
+    process = running.start(tmp_path, process_cache, *running.LONG, "wandb=ours", **OFFLINE)
+    running.wait_for_steps(process, tmp_path, 3)
+    (service,) = [child for child in psutil.Process(process.pid).children() if child.name() == "wandb-core"]
+    service.kill()
+    code, _, err = running.finish(process)
+    assert (code, err.count("\n")) == (0, 1), err
+    assert err.startswith("ALARM: wandb=ours gets nothing more of this run until it starts again: ")
+    assert len(running.rows(tmp_path)) == running.STEPS
 
 
 def test_a_failure_in_the_middle_is_told_once_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
