@@ -145,13 +145,13 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
 
 
 def recompute_nothing(primitive, *avals, **params) -> bool:
-    """A `jax.checkpoint` policy: keeps all but gathered weights, their views, and casts.
+    """A `jax.checkpoint` policy: keeps all but gathered weights, their views, padded ones too, and casts.
 
     And but for what is gathered in float8: it is kept once it is cast back. JAX passes what is kept through
     `reduce_precision`, for which the largest numbers of float8_e4m3fn are infinite.
     """
     gathered = primitive.name == "all_gather" and ("fsdp" in params["axis_name"] or avals[0].dtype.itemsize == 1)
-    passed_on = "optimization_barrier", "reshape", "convert_element_type", "stop_gradient"
+    passed_on = "optimization_barrier", "reshape", "pad", "convert_element_type", "stop_gradient"
     return not gathered and primitive.name not in passed_on
 
 
