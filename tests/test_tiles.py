@@ -81,10 +81,8 @@ def test_attention_and_its_gradients_are_those_of_the_definition(kind, heads_at_
 
 def test_rows_of_a_batch_attend_within_their_own_documents_and_tiles_without_a_common_one_are_not_multiplied():
     documents = [[1] * 256 + [2] * 300 + [3] * 60 + [0] * 24, [1] * 100 + [2] * 28 + [3] * 384 + [0] * 128]
-    segments, bad = (
-        jnp.asarray(documents),
-        np.s_[0, :, :256],
-    )  # the first two of five blocks hold nothing but document 1
+    segments = jnp.asarray(documents)
+    bad = np.s_[0, :, :256]  # the first two of five blocks, which hold nothing but document 1
     np.testing.assert_array_equal(causal._since(segments.reshape(2, 5, LANES)), [[0, 0, 2, 2, 2], [0, 1, 1, 1, 4]])
     q, k, v, dout = draw(8, *((2, 3, 640, size) for size in (24, 24, 16, 16)))
     dout = jnp.where(segments[:, None, :, None] > 0, dout, 0)

@@ -89,4 +89,9 @@ def dot(x: Array, y: Array, over_x: int, over_y: int) -> Array:
 
 def column(x: Array) -> Array:
     """What belongs to keys, [1 n] -> [n 1] float32."""
-    return jnp.broadcast_to(x.astype(jnp.float32), (LANES, x.shape[1])).T[:, :1]
+    return columns(x)[:, :1]
+
+
+def columns(x: Array) -> Array:
+    """As `column`, LANES times: [1 n] -> [n LANES]."""
+    return jnp.broadcast_to(x.astype(jnp.float32), (LANES, x.shape[1])).T

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from maxds.model.tiles import LANES, call, like
+from maxds.model.tiles import LANES, call, columns, like
 
 ROWS = 128  # of a tile
 
@@ -57,7 +57,7 @@ def _gated(limit, count, given, found, _):
 
     @pl.when(pl.program_id(0) * ROWS < count[0])
     def _():
-        weight = _spread(weights)
+        weight = columns(weights[...])
         for at in range(0, out.shape[1], LANES):
             gate, linear, _ = _halves(up, at, limit)
             out[:, at : at + LANES] = (gate * jax.nn.sigmoid(gate) * linear * weight).astype(out.dtype)
@@ -89,7 +89,7 @@ def _gated_backward(limit, count, given, found, _):
 
     @pl.when(pl.program_id(0) * ROWS < count[0])
     def _():
-        weight, total = _spread(weights), jnp.zeros((ROWS, LANES), jnp.float32)
+        weight, total = columns(weights[...]), jnp.zeros((ROWS, LANES), jnp.float32)
         for at in range(0, half, LANES):
             gate, linear, (of_gate, of_linear) = _halves(up, at, limit)
             share = jax.nn.sigmoid(gate)
@@ -110,11 +110,6 @@ def _halves(up: Any, at: int, limit: float | None) -> tuple[Array, Array, tuple[
     inside = gate <= limit, jnp.abs(linear) <= limit
     pulls = (lambda dgate: jnp.where(inside[0], dgate, 0)), (lambda dlinear: jnp.where(inside[1], dlinear, 0))
     return jnp.minimum(gate, limit), jnp.clip(linear, -limit, limit), pulls
-
-
-def _spread(weights: Any) -> Array:
-    """A reference [1 ROWS] -> [ROWS LANES]."""
-    return jnp.broadcast_to(weights[...], (LANES, ROWS)).T
 
 
 def _blocks() -> tuple[Callable, pl.BlockSpec]:
