@@ -55,6 +55,18 @@ class Saved:
     checksums: dict[str, str]  # the same, as `checksum.of_arrays` gives them; none of a conversion
     left_out: int  # batches of the data that the run went back past, as `rollback.py` says
 
+    @classmethod
+    def of(cls, step: int, about: dict[str, Any]) -> "Saved":
+        """What `about_state` has written of the checkpoint of a step.
+
+        Raises:
+          DamageError: this is not what it has written.
+        """
+        if about.get("checksum") != checksum.of_json({key: about[key] for key in about if key != "checksum"}):
+            raise DamageError("what it says of itself has another checksum than when it was saved")
+        parts = about["config"], about["fingerprint"], about["shapes"], about["checksums"]
+        return cls(step, *parts, about.get("left_out", 0))
+
     @property
     def only_weights(self) -> bool:
         """Whether there is no optimizer state."""
@@ -78,7 +90,7 @@ class Checkpoints:
 
     def save(self, state: Tree, step: int, config: Config, fingerprint: str, left_out: int = 0) -> None:
         """Starts saving in the background; the state may be donated once this returns."""
-        about = _about(config, fingerprint, state, checksum.of_arrays(state), left_out)
+        about = about_state(config, fingerprint, state, left_out)
         context = ocp.Context()
         context.array.saving.scoped_storage_options_creator = _storage
         # Replicas share the writing, each a slice: programs to be compiled, one a shape and device, at the first save.
@@ -144,11 +156,7 @@ class Checkpoints:
           DamageError: it is not what was saved.
         """
         found: Any = self.orbax.checkpointables_metadata(step).custom_metadata
-        if found.pop("checksum") != checksum.of_json(found):
-            raise DamageError("what it says of itself has another checksum than when it was saved")
-        return Saved(
-            step, found["config"], found["fingerprint"], found["shapes"], found["checksums"], found.get("left_out", 0)
-        )
+        return Saved.of(step, found)
 
     def restore(
         self,
@@ -219,10 +227,14 @@ def _storage(key: tuple, value: Any) -> Any:
     )
 
 
+def about_state(config: Config, fingerprint: str, state: Tree, left_out: int = 0) -> dict[str, Any]:
+    """What is kept beside a state, as JSON, and `Saved` reads. All processes call it together."""
+    return _about(config, fingerprint, state, checksum.of_arrays(state), left_out)
+
+
 def _about(
     config: Config, fingerprint: str, state: Tree, checksums: dict[str, str], left_out: int = 0
 ) -> dict[str, Any]:
-    """What is kept beside a state, abstract or not."""
     about = {
         "config": loader.plain(config),
         "fingerprint": fingerprint,

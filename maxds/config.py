@@ -301,6 +301,10 @@ class Checkpoint:
     # Where loss or gradient are not finite five steps in a row, the run goes back to the newest checkpoint at least so
     # many steps before the first of them, and on with the data after the last. null: it ends, with exit code 4
     rollback_steps: int | None = None
+    # A folder of each host, in memory or on a disk of its own, and every how many steps each process leaves there what
+    # it holds of the state, twice at most: a restart goes on from there where that is newer than what run_dir has
+    local_dir: str | None = None
+    local_every_steps: int | None = None
 
     def __post_init__(self):
         back, every = self.rollback_steps, self.every_steps
@@ -308,7 +312,15 @@ class Checkpoint:
         require(
             *(
                 (getattr(self, k) is None or getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive, or null")
-                for k in ("every_steps", "every_minutes", "keep_every", "rollback_steps")
+                for k in ("every_steps", "every_minutes", "keep_every", "rollback_steps", "local_every_steps")
+            ),
+            (
+                (self.local_dir is None) == (self.local_every_steps is None),
+                f"local_dir={self.local_dir} with local_every_steps={self.local_every_steps}: set both, or neither",
+            ),
+            (
+                self.local_dir is None or "://" not in self.local_dir,
+                f"local_dir={self.local_dir} must be a folder of the host, such as /local",
             ),
             (self.keep_last > 0, f"keep_last={self.keep_last} must be positive"),
             (

@@ -2,9 +2,9 @@
 
 Looks at what a run needs before it is started, and tells it on one screen: the versions installed, the devices, and
 with a config whether mesh, model, batch and memory fit them, whether the device's kernels compute what the host's CPU
-does, whether the run's folder and the compile cache can be written, and whether the data can be read. Of several
-processes, started as those of a run, the first prints; each says what it finds at fault, and their clocks are compared.
-It compiles nothing but these kernels, and leaves nothing but the run's folder.
+does, whether the run's folder, that of local checkpoints and the compile cache can be written, and whether the data can
+be read. Of several processes, started as those of a run, the first prints; each says what it finds at fault, and their
+clocks are compared. It compiles nothing but these kernels, and leaves nothing but the folders.
 
 exit code 0   nothing is at fault                   2   something is: each in a line, with its remedy
           1   a defect of maxds or the machine
@@ -15,6 +15,7 @@ import importlib.metadata
 import logging
 import pathlib
 import platform
+import shutil
 import sys
 import time
 import uuid
@@ -27,7 +28,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import maxds
-from maxds import command, describe, loader, optimizer, trial
+from maxds import command, describe, loader, optimizer, shards, trial
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -95,6 +96,7 @@ def examine(config: Config | None) -> Iterator[Finding]:
             "memory": lambda: memory(config),
             "kernels": lambda: hold(config),
             "run_dir": lambda: probe(config.run_dir),
+            **({"local": lambda: local(config)} if config.checkpoint.local_dir else {}),
             "cache": lambda: cache(config),
             "data": lambda: "; ".join(data_lib.reach(config.data, config.model.vocab_size)),
         }
@@ -227,6 +229,21 @@ def probe(folder: str) -> str:
     if read != content:
         raise DoctorError(f"{folder} does not return what was written to it: set another")
     return f"{folder}: written, read and deleted in {time.monotonic() - start:.2f} s"
+
+
+def local(config: Config) -> str:
+    """The folder of local checkpoints, and its room for two of this process's."""
+    folder = pathlib.Path(config.checkpoint.local_dir or "").expanduser()
+    written = probe(str(folder))
+    try:
+        size = shards.size(step_lib.make(config, mesh_lib.make(config.mesh)).abstract_state)
+    except mesh_lib.MeshError:
+        raise Remark(f"{written}; how much it needs is not known, for the mesh does not fit") from None
+    room = shutil.disk_usage(folder).total
+    figures = f"twice {size / GIB:,.2f} GiB of {room / GIB:,.2f}"
+    if 2 * size > room:
+        raise DoctorError(f"{folder} is too small: it needs {figures}; make it larger, or set another")
+    return f"{written}; needs {figures}"
 
 
 def cache(config: Config) -> str:

@@ -12,6 +12,7 @@ the whole JobSet, for a step needs every host:
     others    6 hang, 7 storage, 1 a defect, a signal: it starts again, up to `max_restarts` times
 """
 
+import dataclasses
 from typing import Any
 
 import yaml
@@ -27,30 +28,35 @@ SAVED = [3]
 _FOREVER = 2**31 - 1  # what JobSet asks of `backoffLimit` with restarts in place
 
 
-def render(cluster: Cluster, config: str, port: int | None = None) -> str:
-    """The run as a YAML stream for `kubectl apply -f -`.
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """What a run needs its pods to have."""
 
-    Args:
-      config: the text of its config.
-      port: where its processes serve their figures, if they do.
-    """
-    objects = _config_map(cluster, config), _jobset(cluster, port)
+    port: int | None = None  # where it serves its figures
+    local_dir: str | None = (
+        None  # where it keeps local checkpoints: in the host's memory, which stays while the pod does
+    )
+
+
+def render(cluster: Cluster, text: str, needs: Needs = Needs()) -> str:
+    """The run as a YAML stream for `kubectl apply -f -`; `text` is that of its config."""
+    objects = _config_map(cluster, text), _jobset(cluster, needs)
     return yaml.dump_all(objects, Dumper=_Dumper, sort_keys=False, width=120)
 
 
-def _config_map(cluster: Cluster, config: str) -> dict[str, Any]:
+def _config_map(cluster: Cluster, text: str) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
         "metadata": {"name": cluster.name, "namespace": cluster.namespace},
         "immutable": True,  # or a restart could go on with another config than the run began with
-        "data": {"config.yaml": config},
+        "data": {"config.yaml": text},
     }
 
 
-def _jobset(cluster: Cluster, port: int | None) -> dict[str, Any]:
+def _jobset(cluster: Cluster, needs: Needs) -> dict[str, Any]:
     labels = {"kueue.x-k8s.io/queue-name": cluster.queue} if cluster.queue else {}
-    job = {"name": WORKERS, "replicas": cluster.slices, "template": {"spec": _job(cluster, port)}}
+    job = {"name": WORKERS, "replicas": cluster.slices, "template": {"spec": _job(cluster, needs)}}
     return {
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
@@ -85,7 +91,7 @@ def _on_rule(name: str, action: str, index: str) -> dict[str, Any]:
     return {"name": name, "action": action, "onJobFailureReasons": reasons, "onJobFailureMessagePatterns": [pattern]}
 
 
-def _job(cluster: Cluster, port: int | None) -> dict[str, Any]:
+def _job(cluster: Cluster, needs: Needs) -> dict[str, Any]:
     hosts = cluster.slice.hosts
     rules = [{"action": "FailJob", "onExitCodes": _codes("In", HOPELESS)}]
     if cluster.restart_agent:  # what else a pod can end with is the agent's affair
@@ -103,7 +109,7 @@ def _job(cluster: Cluster, port: int | None) -> dict[str, Any]:
         "parallelism": hosts,
         **backoff,
         "podFailurePolicy": {"rules": rules},
-        "template": _pod(cluster, port),
+        "template": _pod(cluster, needs),
     }
 
 
@@ -111,7 +117,7 @@ def _codes(operator: str, values: list[int]) -> dict[str, Any]:
     return {"containerName": CONTAINER, "operator": operator, "values": values}
 
 
-def _pod(cluster: Cluster, port: int | None) -> dict[str, Any]:
+def _pod(cluster: Cluster, needs: Needs) -> dict[str, Any]:
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": cluster.grace_seconds,
@@ -120,9 +126,11 @@ def _pod(cluster: Cluster, port: int | None) -> dict[str, Any]:
         "shareProcessNamespace": True,
         "nodeSelector": _nodes(cluster),
         "tolerations": [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}],
-        "containers": [_container(cluster, port)],
+        "containers": [_container(cluster, needs)],
         "volumes": [{"name": "config", "configMap": {"name": cluster.name}}, *map(_volume, cluster.mounts)],
     }
+    if needs.local_dir is not None:
+        spec["volumes"].append({"name": "local", "emptyDir": {"medium": "Memory"}})
     if cluster.restart_agent:
         spec["initContainers"] = [_agent(cluster.restart_agent)]
     if cluster.priority:
@@ -148,16 +156,18 @@ def _nodes(cluster: Cluster) -> dict[str, str]:
     return nodes
 
 
-def _container(cluster: Cluster, port: int | None) -> dict[str, Any]:
+def _container(cluster: Cluster, needs: Needs) -> dict[str, Any]:
     mounts = [{"name": "config", "mountPath": CONFIG.rpartition("/")[0], "readOnly": True}]
     mounts += [{"name": mount.bucket, "mountPath": mount.path, "readOnly": True} for mount in cluster.mounts]
+    if needs.local_dir is not None:
+        mounts.append({"name": "local", "mountPath": needs.local_dir})
     in_place = {"restartPolicy": "Never", "restartPolicyRules": [_restart_all(0, *HOPELESS)]}
     return {
         "name": CONTAINER,
         "image": cluster.image,
         **(in_place if cluster.restart_agent else {}),
         "command": ["python", "-m", "maxds.train", CONFIG],
-        **({} if port is None else {"ports": [{"name": "metrics", "containerPort": port}]}),
+        **({} if needs.port is None else {"ports": [{"name": "metrics", "containerPort": needs.port}]}),
         "env": _environment(cluster),
         # A TPU's device files are root's, and its driver locks more memory than a container may.
         "securityContext": {"privileged": True, "runAsUser": 0},

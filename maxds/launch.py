@@ -44,13 +44,15 @@ def main(args: list[str]) -> int:
         cluster, _ = loader.load(Cluster, _CLUSTER.value)
         config, tree = loader.load(Config, args[1], args[2:])
         check(config, cluster)
+        check_local(config, cluster, _XPK.value)
     except (loader.ConfigError, mesh_lib.MeshError, optimizer.PatternError, LaunchError) as error:
         print(error, file=sys.stderr)
         return 2
     for path in unmounted(config, cluster):
         print(f"note: the image must have {path}, for no mount of {_CLUSTER.value} has it", file=sys.stderr)
     text = loader.render(config, tree)
-    print(xpk(cluster, text) if _XPK.value else jobset.render(cluster, text, config.prometheus_port), end="")
+    needs = jobset.Needs(config.prometheus_port, config.checkpoint.local_dir)
+    print(xpk(cluster, text) if _XPK.value else jobset.render(cluster, text, needs), end="")
     return 0
 
 
@@ -76,6 +78,17 @@ def check(config: Config, cluster: Cluster) -> None:
     except mesh_lib.MeshError as error:
         slices = f" x {cluster.slices} slices" if cluster.slices > 1 else ""
         raise mesh_lib.MeshError(f"{cluster.topology}{slices}: {error}") from None
+
+
+def check_local(config: Config, cluster: Cluster, by_xpk: bool) -> None:
+    """Raises LaunchError where no restart would find its local checkpoints again."""
+    folder = config.checkpoint.local_dir
+    if folder is not None and (by_xpk or cluster.restart_agent is None):
+        remedy = "" if by_xpk else "set restart_agent, which restarts them in place, or "
+        raise LaunchError(
+            f"checkpoint.local_dir={folder} would be lost with the pods, which a restart makes anew: {remedy}"
+            "set checkpoint.local_dir=null and checkpoint.local_every_steps=null"
+        )
 
 
 def unmounted(config: Config, cluster: Cluster) -> list[str]:

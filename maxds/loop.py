@@ -13,7 +13,7 @@ import numpy as np
 from etils import epath
 from jax.experimental import multihost_utils
 
-from maxds import checkpoint, goodput, integrity, metrics, rollback, saves, watchdog
+from maxds import checkpoint, goodput, integrity, local_checkpoint, metrics, rollback, saves, watchdog
 from maxds.config import Config
 from maxds.data import Batch, Data
 from maxds.step import Stepper, TrainState
@@ -43,6 +43,7 @@ class Loop:
     stepper: Stepper
     data: Data
     saves: saves.Saves
+    local: local_checkpoint.LocalCheckpoints | None
     log: metrics.Log
     watch: watchdog.Watchdog
     state: TrainState
@@ -180,6 +181,11 @@ class Loop:
             if self.non_finite == 0:
                 self.saves.save(self.state, self.step)
                 self.watch.progress(f"the copy of step {self.step} to save")
+        elif self.local is not None and self.local.due(self.step) and self.step < self.config.steps:
+            self.finish_step()
+            if self.non_finite == 0:
+                self.local.save(self.state, self.step, self.config, self.data.fingerprint, self.left_out)
+                self.watch.progress(f"the copy of step {self.step} to save locally")
 
     def finish_step(self) -> None:
         """Waits for the metrics of the last dispatched step, and reports them."""
@@ -254,6 +260,8 @@ class Loop:
             self.state = state if state.opt_state is not None else self.stepper.with_fresh_optimizer(state)
         self.step = int(state.step)
         self.left_out = position - self.step
+        if self.local is not None:
+            self.local.drop_after(self.step)
         self.non_finite, self.verified = 0, min(self.verified, self.step)
         self.log.go_back(self.step, self.left_out, *lost)
         self.log.note(

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 from etils import epath
-from jax.experimental import mesh_utils
+from jax.experimental import mesh_utils, multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from maxds.config import Mesh as MeshConfig
@@ -53,6 +53,12 @@ def initialize(config: MeshConfig) -> None:
         said = [os.environ.get(name) for name in ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID")]
         count, index = (None if number is None else int(number) for number in said)  # None: JAX finds out
         jax.distributed.initialize(num_processes=count, process_id=index)
+
+
+def of_all_processes(values: Any) -> np.ndarray:
+    """uint32 [processes, …]: the values of each. All processes call it together, with as many."""
+    own = np.asarray(values, np.uint32)
+    return own[None] if jax.process_count() == 1 else multihost_utils.process_allgather(own)
 
 
 def keep_freed_memory(config: MeshConfig) -> None:

@@ -10,10 +10,7 @@ import math
 import time
 from collections.abc import Callable
 
-import jax
-import numpy as np
-from jax.experimental import multihost_utils
-
+from maxds import mesh as mesh_lib
 from maxds import metrics
 from maxds.checkpoint import Checkpoints, StorageError, reason
 from maxds.step import TrainState
@@ -123,7 +120,7 @@ class Saves:
         until = time.monotonic() + patience
         while (outcome := self._local()) == Outcome.UNDER_WAY and time.monotonic() < until:
             time.sleep(0.01)
-        match max(_of_all(outcome)):
+        match mesh_lib.of_all_processes(outcome).max():
             case Outcome.SAVED:
                 self._succeed(self._under_way)
             case Outcome.FAILED:
@@ -165,14 +162,7 @@ class Saves:
     def _is_time_to_retry(self, step: int) -> bool:
         if not self.failures or self._under_way is not None or not _is_power_of_two(step - self._since):
             return False
-        return bool(_of_all(time.monotonic() >= self._retry)[0])  # by the first one's clock
-
-
-def _of_all(value: int) -> list[int]:
-    """The value of every process."""
-    if jax.process_count() == 1:
-        return [value]
-    return multihost_utils.process_allgather(np.int32(value)).tolist()
+        return bool(mesh_lib.of_all_processes(time.monotonic() >= self._retry)[0])  # by the first one's clock
 
 
 def _is_power_of_two(number: int) -> bool:

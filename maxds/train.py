@@ -29,6 +29,7 @@ from maxds import (
     goodput,
     integrity,
     loader,
+    local_checkpoint,
     loop,
     metrics,
     optimizer,
@@ -65,6 +66,7 @@ MISTAKES = (
     exporter.PortError,
     wandb_run.WandbError,
 )
+CONFIG = "config.yaml"  # in a run's folder, from before its first step on
 EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}
 EXIT_CODES[integrity.CorruptionError] = 1
 USAGE = (
@@ -118,11 +120,12 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
         with (
             watchdog.Watchdog(config.hang_seconds, config.run_dir, process) as watch,
             checkpoint.open_run(config, log.note) as saved,
+            local_checkpoint.open_local(config, log) as local,
             loop.Stop().listening() as stop,
         ):
             watch.progress("reading the data")
             with log.phase("state") as phase:
-                begin = restore_or_init(saved, stepper, data, log, watch)
+                begin = restore_or_init(saved, local, stepper, data, log, watch)
                 phase.detail = begin.origin
             mesh_lib.keep_freed_memory(config.mesh)
             done = int(begin.state.step)
@@ -143,10 +146,10 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
             def save(state: step_lib.TrainState, step: int) -> None:
                 saved.save(state, step, config, data.fingerprint, training.left_out)
 
-            saving = saves.Saves(saved, log, save, last=done or None)
+            saving = saves.Saves(saved, log, save, last=begin.saved)
             back = config.checkpoint.rollback_steps
             training = loop.Loop(
-                *(config, stepper, data, saving, log, watch),
+                *(config, stepper, data, saving, local, log, watch),
                 state=begin.state,
                 step=done,
                 program=program,
@@ -211,12 +214,13 @@ class Begin:
 
     state: step_lib.TrainState
     origin: str
+    saved: int | None = None  # step of the last checkpoint in the run's folder that is sound
     left_out: int = 0  # batches of the data that the run went back past
     logged: dict | None = None  # what the next step gave, if it was taken before
 
 
-def restore_or_init(saved, stepper, data, log, watch) -> Begin:
-    """The newest checkpoint, or a fresh state.
+def restore_or_init(saved, local, stepper, data, log, watch) -> Begin:
+    """The newest checkpoint, local ones too, or a fresh state; local ones of later steps are gone then.
 
     Raises:
       CheckpointError: there is a checkpoint, and it does not belong to this config or data; or `start_from` has none.
@@ -233,7 +237,9 @@ def restore_or_init(saved, stepper, data, log, watch) -> Begin:
             log.note(f"changed since checkpoint {about.step}: {line}")
 
     rows = list(records.read(config.run_dir, records.STEPS))  # before the first process drops those to be repeated
-    state = saved.restore(stepper.abstract_state, check)
+    state, last = newest(saved, local, stepper, check)
+    if local is not None:
+        local.drop_after(0 if state is None else int(state.step))
     if state is None:
         with watch.paused():
             state, other = know_tokens(stepper.init(), config, data.tokenizer), config.start_from
@@ -242,11 +248,26 @@ def restore_or_init(saved, stepper, data, log, watch) -> Begin:
             return Begin(trained.start(other, stepper, state, log.note), f"weights of {other}")
     done = int(state.step)
     if state.opt_state is None:
-        return Begin(stepper.with_fresh_optimizer(state), f"weights of checkpoint {done}, optimizer fresh")
+        return Begin(stepper.with_fresh_optimizer(state), f"weights of checkpoint {done}, optimizer fresh", last)
     if any(line.startswith(("loss.", "model.", "precision.")) for line in changes):
         rows = []  # of another loss
     next_step = (row for row in rows if (row["step"], row.get("left_out", 0)) == (done + 1, left_out))
-    return Begin(state, f"restored from checkpoint {done}", left_out, next(next_step, None))
+    place = "checkpoint" if done == last else "local checkpoint"
+    return Begin(state, f"restored from {place} {done}", last, left_out, next(next_step, None))
+
+
+def newest(saved, local, stepper, check) -> tuple[step_lib.TrainState | None, int | None]:
+    """The newest state that is sound, local ones too, and the step of the newest in the run's folder.
+
+    Local ones are of no use to a run whose folder is gone, for its user wants another; nor at the end of a run.
+    """
+    config, last = stepper.config, max(saved.steps(), default=None)
+    if local is not None and (epath.Path(config.run_dir).expanduser() / CONFIG).exists():
+        state = local.restore(stepper.abstract_state, check, last or 0, config.steps - 1)
+        if state is not None:
+            return state, last
+    state = saved.restore(stepper.abstract_state, check)
+    return state, None if state is None else int(state.step)
 
 
 def know_tokens(state: step_lib.TrainState, config: Config, tokenizer: data_lib.Tokenizer) -> step_lib.TrainState:
@@ -278,9 +299,9 @@ def leave_config(config: Config, text: str) -> None:
         return
     folder = epath.Path(config.run_dir).expanduser()
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / "config.yaml.partial"
+    partial = folder / f"{CONFIG}.partial"
     partial.write_text(text)
-    partial.replace(folder / "config.yaml")
+    partial.replace(folder / CONFIG)
 
 
 def finish(config: Config, training: loop.Loop, log: metrics.Log) -> None:

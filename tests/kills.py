@@ -5,6 +5,7 @@ import itertools
 import pathlib
 import random
 import re
+import shutil
 import signal
 import threading
 import time
@@ -41,16 +42,20 @@ def lives(
     kills: int,
     processes: int = 1,
     environment: Mapping[str, str] | None = None,
+    local: pathlib.Path | None = None,
 ) -> list[Life]:
     """Starts a run that saves every other step, kills it so many times, and lets it end then.
 
     Of several processes one is killed, or all at once; where it is one, the others are killed a second later. With an
-    environment of `running.spoiled`, it goes back.
+    environment of `running.spoiled`, it goes back. With a folder for local checkpoints, it saves there after the steps
+    in between; the last of several processes loses its own every other time.
     """
     found: list[Life] = []
     moments = MOMENTS + GOING_BACK if environment else MOMENTS
     for number in range(kills + 1):
         arguments = (*LONG, "checkpoint.every_steps=2", *(BACK if environment else ()))
+        if local is not None:
+            arguments += f"checkpoint.local_dir={local}", "checkpoint.local_every_steps=1"
         group = (
             [start(run_dir, cache, *arguments, **environment or {})]
             if processes == 1
@@ -62,9 +67,12 @@ def lives(
             process.wait(DEADLINE)
         out, err = told[0].text()
         before = found[-1].saved if found else 0
-        state = re.search(r"restored from checkpoint (\d+)|initialized from seed", out)
+        state = re.search(r"restored from (?:local )?checkpoint (\d+)|initialized from seed", out)
         restored = int(state[1] or 0) if state else None
         saved = [int(a or b) for a, b in re.findall(r"checkpoint (\d+) saved|back to checkpoint (\d+)", out)]
+        if local is not None and processes > 1 and draw.random() < 0.5:
+            for own in local.glob(f"*/process-{processes - 1}"):
+                shutil.rmtree(own)
         codes = [process.returncode for process in group]
         found.append(Life(codes, killed, restored, saved[-1] if saved else before, out, err))
         if set(codes) == {0}:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxds import doctor, loader
+from maxds import doctor, loader, mesh, shards, step
 from maxds.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -49,12 +49,13 @@ def load(*overrides):
 
 def test_a_sound_run_is_found_so_on_one_screen_and_nothing_is_left_in_its_folder(tmp_path):
     overrides = f"run_dir={tmp_path}/run", "compile_cache=null", "mesh.cpu_devices=8"
+    overrides += f"checkpoint.local_dir={tmp_path}/local", "checkpoint.local_every_steps=1"
     code, lines, err = finish(start(TINY, *overrides))
     assert (code, err) == (0, "")
-    wanted = dict.fromkeys(("devices", "versions", "mesh", "memory", "run_dir", "data"), "ok")
+    wanted = dict.fromkeys(("devices", "versions", "mesh", "memory", "run_dir", "local", "data"), "ok")
     wanted |= dict.fromkeys(("kernels", "cache"), "note")
     assert verdicts(lines) == wanted
-    assert list((tmp_path / "run").iterdir()) == []
+    assert not [*(tmp_path / "run").iterdir(), *(tmp_path / "local").iterdir()]
 
 
 def test_every_fault_has_a_line_with_its_remedy(tmp_path):
@@ -136,6 +137,15 @@ def test_a_state_that_a_device_cannot_hold_is_a_fault_before_anything_is_allocat
     assert "GiB of a device for weights, optimizer and gradients" in doctor.memory(load())
     with pytest.raises(doctor.DoctorError, match=r"optimizer\.state_dtype=bfloat16"):
         doctor.memory(load("model.vocab_size=4_000_000_000"))
+
+
+def test_a_folder_of_local_checkpoints_that_is_too_small_is_a_fault(tmp_path, monkeypatch):
+    config = load(f"checkpoint.local_dir={tmp_path}", "checkpoint.local_every_steps=1")
+    needed = 2 * shards.size(step.make(config, mesh.make(config.mesh)).abstract_state)
+    for room, verdict in ((needed, "ok"), (needed - 1, "FAULT")):
+        monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _, total=room: types.SimpleNamespace(total=total))
+        finding = doctor.look("local", lambda: doctor.local(config))
+        assert finding.verdict == verdict, finding.text
 
 
 @pytest.mark.parametrize(("found", "verdict"), [(0.004, "ok"), (0.3, "FAULT"), (float("nan"), "FAULT")])

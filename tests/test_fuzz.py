@@ -376,6 +376,12 @@ def test_a_value_of_config_json_that_was_once_a_traceback_is_told(name, key, val
     assert said is not None and message in said
 
 
+def test_a_token_of_sentencepiece_that_is_not_utf8_is_told():
+    good = made(target_of("sentencepiece").make)["tiny.model"]
+    said = tried(target_of("sentencepiece"), {"tiny.model": good.replace(b"<unk>", b"\xbcunk>")})
+    assert said is not None and "has a token that is not UTF-8 (" in said
+
+
 def test_ids_beyond_those_of_batches_are_told():
     vocabulary = json.loads(made(target_of("tokenizer").make)["tokenizer.json"])
     vocabulary["model"]["vocab"]["zebra"] = 2**31

@@ -241,10 +241,36 @@ def test_slices_find_each_other_and_a_single_one_is_not_asked_to(tmp_path):
 def test_pods_name_the_port_where_prometheus_finds_them_if_they_serve(tmp_path):
     made = cluster(tmp_path, LEAST)
     for port, wanted in ((None, None), (9400, [{"name": "metrics", "containerPort": 9400}])):
-        _, jobs = yaml.safe_load_all(jobset.render(made, "", port))
+        _, jobs = yaml.safe_load_all(jobset.render(made, "", jobset.Needs(port)))
         assert pod(jobs)["spec"]["containers"][0].get("ports") == wanted
     result = command(TINY, f"--cluster={tmp_path}/cluster.yaml", "prometheus_port=9400", "run_dir=gs://bucket/run")
     assert (result.returncode, "containerPort: 9400" in result.stdout) == (0, True), result.stderr
+
+
+LOCAL = "checkpoint.local_dir=/local", "checkpoint.local_every_steps=10"
+
+
+def test_local_checkpoints_lie_in_memory_that_stays_with_the_pod(tmp_path):
+    (tmp_path / "cluster.yaml").write_text(f"{EVERYTHING}restart_agent: registry/agent:1\n")
+    result = command(TINY, f"--cluster={tmp_path}/cluster.yaml", *RUN, *LOCAL)
+    assert result.returncode == 0, result.stderr
+    _, jobs = yaml.safe_load_all(result.stdout)
+    assert_of_its_schema(jobs)
+    spec = pod(jobs)["spec"]
+    (volume,) = [v["name"] for v in spec["volumes"] if v.get("emptyDir") == {"medium": "Memory"}]
+    assert {"name": volume, "mountPath": "/local"} in spec["containers"][0]["volumeMounts"]
+
+
+@pytest.mark.parametrize(
+    ("agent", "flags", "remedy"), [("", (), "set restart_agent"), ("restart_agent: registry/agent:1\n", ("--xpk",), "")]
+)
+def test_local_checkpoints_that_no_restart_would_find_are_refused(tmp_path, agent, flags, remedy):
+    (tmp_path / "cluster.yaml").write_text(EVERYTHING + agent)
+    result = command(TINY, f"--cluster={tmp_path}/cluster.yaml", *flags, *RUN, *LOCAL)
+    assert (result.returncode, result.stdout) == (2, "")
+    assert (
+        result.stderr.startswith("checkpoint.local_dir=/local would be lost with the pods") and remedy in result.stderr
+    )
 
 
 def test_every_key_of_the_cluster_file_arrives(tmp_path):

@@ -103,6 +103,20 @@ def test_a_run_that_is_killed_while_it_goes_back_ends_in_the_same_state(
     assert same(tmp_path, without)
 
 
+def test_local_checkpoints_of_before_it_went_back_are_gone(without, tmp_path, monkeypatch, capsys):
+    spoil(monkeypatch, BAD)
+    local = *BACK, f"checkpoint.local_dir={tmp_path}/local", "checkpoint.local_every_steps=3"
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        before(patch, metrics.Log, "step", 14 + 1)  # the second one after it went back to 4
+        run(tmp_path / "run", *local)
+    capsys.readouterr()
+    (left,) = (tmp_path / "local").glob("*/*")
+    assert not list(left.iterdir())  # of 6 and 9
+    assert run(tmp_path / "run", *local) == 0
+    assert "restored from checkpoint 4" in capsys.readouterr().out
+    assert same(tmp_path / "run", without)
+
+
 def test_a_run_that_gets_no_further_by_going_back_twice_ends(tmp_path, monkeypatch):
     spoil(monkeypatch, range(9, 10**6))
     with pytest.raises(loop.NonFiniteError) as error:

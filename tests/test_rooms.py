@@ -17,7 +17,7 @@ ORDER = """command section architecture config nodes loader mesh quantize params
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
     data checksum integrity checkpoint parts records goodput exporter wandb_run metrics report trained generate score
-    watchdog saves rollback loop train
+    watchdog shards local_checkpoint saves rollback loop train
     hf hf.files hf.quantized hf.table hf.v4 hf.settings convert
     compile cluster jobset launch trial doctor""".split()
 # Less than the order would allow.
@@ -61,7 +61,7 @@ WORDS = {
     r"PartitionSpec": {"mesh", "params", "tables", "step", "describe", "generate", "score"}
     | {"model.residual", "model.engram", "model.indexer", "model.attention", "model.compressed", "model.moe"}
     | {"model.layout", "model.deepseek", "model.decode"},
-    r"shard_map\(": {"muon", "step", "integrity", "generate", "score"},
+    r"shard_map\(": {"muon", "step", "integrity", "generate", "score", "shards"},
     r"optimization_barrier\(": {
         "params",
         "schedule",
@@ -70,7 +70,7 @@ WORDS = {
         "muon",
     },  # what a loop exchanges stays in it
     r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "tables", "model.moe", "muon"},
-    r"psum\(": {"params", "tables", "step"},
+    r"psum\(": {"params", "tables", "step", "shards"},
     r"custom_vjp": {
         "params",
         "tables",
@@ -96,7 +96,19 @@ WORDS = {
             "metrics",
             "report",
         ),
-        *("trained", "generate", "score", "watchdog", "saves", "loop", "train", "compile", "launch", "doctor"),
+        *(
+            "trained",
+            "generate",
+            "score",
+            "watchdog",
+            "local_checkpoint",
+            "saves",
+            "loop",
+            "train",
+            "compile",
+            "launch",
+            "doctor",
+        ),
         *("aot.executable", "aot.topology", "aot.picture", "parts", "hf.files", "hf.settings", "convert"),
     },
 }

@@ -179,6 +179,10 @@ def _sentencepiece(path: Path) -> Tokenizer:
     vocab_size, eos = model.vocab_size(), model.eos_id()
     if eos < 0:
         raise DataError(f"data.tokenizer={path} has no end-of-document token; train it with an eos_id")
+    try:
+        model.id_to_piece(list(range(vocab_size)))
+    except UnicodeDecodeError as error:
+        raise DataError(f"data.tokenizer={path} has a token that is not UTF-8 ({error}); fetch it again") from error
 
     def encode(text: str | bytes) -> np.ndarray:
         return np.array(model.encode(_text(text)), np.int32)

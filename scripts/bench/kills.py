@@ -1,11 +1,12 @@
 """Kills a run with SIGKILL at random moments, again and again, and tells what was lost: nothing should be.
 
-python scripts/bench/kills.py [--kills=50] [--processes=1] [--back] [--seed=0]
+python scripts/bench/kills.py [--kills=50] [--processes=1] [--back] [--local] [--seed=0]
 
 The run saves every other step. Some moments are counted from the start of the process, some from its first steps, some
 from a message that a checkpoint is saved. Of several processes one is killed, or all at once. Every ten kills it is let
 through to its end, its losses and the checksums of its last state are compared with those of a run that nothing
-disturbed, and another begins. With --back, its data makes it go back twice, and it is killed then, too.
+disturbed, and another begins. With --back, its data makes it go back twice, and it is killed then, too. With --local,
+it saves on its host after the steps in between; the last of several processes loses what it has there, half the times.
 """
 
 import argparse
@@ -28,6 +29,7 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--back", action="store_true")
+    parser.add_argument("--local", action="store_true")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     draw, told = random.Random(asked.seed), collections.Counter()
@@ -42,12 +44,14 @@ def main() -> int:
         number = 0
         while told["kills"] < asked.kills:
             run = folder / str(number := number + 1)
-            found = kills.lives(run, cache, draw, min(10, asked.kills - told["kills"]), *given)
+            local = folder / f"local {number}" if asked.local else None
+            found = kills.lives(run, cache, draw, min(10, asked.kills - told["kills"]), *given, local)
             told["kills"] += sum(life.killed > 0 for life in found)
             told["times that it went back"] += sum(life.out.count("back to checkpoint") for life in found)
             told["killed while loss was not finite"] += sum(_is_not_finite(life) for life in found if life.killed)
             told["of all processes at once"] += sum(life.killed == asked.processes for life in found)
             told["before the state was there"] += sum(life.restored is None for life in found)
+            told["restored from hosts"] += sum("restored from local" in life.out for life in found)
             told["half-written checkpoints left"] += sum(life.out.count("half-written") for life in found)
             told["reported as saved and lost"] += len(kills.lost(found, back))
             told["runs through"] += set(found[-1].codes) == {0}
