@@ -83,7 +83,11 @@ class Account:
     @property
     def goodput(self) -> float:
         """The share of the wall time in which the devices took steps that still count."""
-        return self._spent["step"] / self.wall
+        return self._share(self._spent["step"])
+
+    def _share(self, seconds: float) -> float:
+        """Of the wall time; 0 where clocks that were wrong leave none."""
+        return seconds / self.wall if self.wall else 0.0
 
     def seconds(self) -> dict[str, float]:
         """Those of each of KINDS; their sum is the wall time, for `other` is what is left of it."""
@@ -96,7 +100,7 @@ class Account:
         lines = [f"{self.wall:12,.1f} s          wall time, {self.starts} start{'s'[: self.starts > 1]}{back}"]
         for kind, seconds in self.seconds().items():
             if round(seconds, 1) or kind == "step":
-                lines.append(f"{seconds:12,.1f} s {seconds / self.wall:7.1%}  {KINDS[kind]}")
+                lines.append(f"{seconds:12,.1f} s {self._share(seconds):7.1%}  {KINDS[kind]}")
         return "\n".join([*lines, f"goodput     {self.goodput:.1%}"])
 
 

@@ -223,9 +223,8 @@ def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tupl
 def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microbatches) -> tuple[Microbatches, list]:
     """Replays what was not kept, then pulls the cotangents back through it; b goes first, for time runs backward.
 
-        compute | ATTENTION b | ATTENTION a | EXPERTS b   | EXPERTS a   | DISPATCH b | DISPATCH a | ATTENTION b, a
-        comm    | uncombine b | DISPATCH b  | DISPATCH a, | DISPATCH b, | DISPATCH a,
-                |             |             | uncombine a | transposed  | transposed
+        compute | ATTENTION b, replayed, and a    | EXPERTS b, replayed | EXPERTS b   | EXPERTS a             | …
+        comm    | uncombine b      | DISPATCH b   | DISPATCH a          | uncombine a | DISPATCH b transposed | …
 
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
@@ -248,14 +247,16 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
         return dx
 
     a, b = tape.inputs[layer.stages[0].name]
-    da, db = (layer.uncombine(_merged(tape, i), dx) for i, dx in enumerate(dxs))
-    b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
+    da, db = dxs[0], layer.uncombine(_merged(tape, 1), dxs[1])
+    b, a = lax.optimization_barrier((replay(0, 1, b), a))
     for n in range(1, last):
         b = replay(n, 1, b)
     a, b, db = lax.optimization_barrier((replay(0, 0, a), b, db))
     for n in range(1, last):
         a = replay(n, 0, a)
     replay(last, 1, b)
+    a, da, db = lax.optimization_barrier((a, da, db))
+    da = layer.uncombine(_merged(tape, 0), da)
     db = pull(last, 1, db)
     a, da, db = lax.optimization_barrier((a, da, db))
     replay(last, 0, a)

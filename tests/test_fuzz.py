@@ -330,6 +330,7 @@ FOUND = [
     ("tokenizer", {"tokenizer_config.json": b'{"eos_token": {}}'}, "has eos_token {}; name one of the tokens"),
     ("log", {records.STEPS: b"5\n{}\n[\xff\n", records.TIMES: b"{}\n" + b'{"time": null, "spent": {}}\n'}, None),
     ("log", {records.TIMES: b'{"time": 1, "began": 0, "spent": {}}\n{"time": 1, "spent": {"x": 1}}\n'}, None),
+    ("log", {records.TIMES: b'{"time": 1, "began": 9, "done": 0, "spent": {"init": 4.0}}\n'}, None),
     ("config_json", {"config.json": b"[" * 10**5}, "config.json cannot be read (maximum recursion depth"),
     ("config_json", {"config.json": b'{"model_type": []}'}, "model_type is []; maxds converts deepseek_v2"),
     ("tensors", {files.INDEX: b"1"}, "cannot be read (TypeError("),
@@ -346,6 +347,8 @@ FOUND += [
         ({"a": ONE | {"shape": [-1], "data_offsets": [4, 0]}}, "a is of shape [-1], at [4, 0]"),
         ({"a": ONE | {"dtype": "U8", "data_offsets": [0, 2**70]}}, "a is to lie at"),
         ({"a": ONE | {"shape": [[1]]}}, "a is of shape [[1]]"),
+        ({"__metadata__": "", "a": ONE}, "its __metadata__ is no JSON object of strings"),
+        ({"__metadata__": {"format": 1}, "a": ONE}, "its __metadata__ is no JSON object of strings"),
     ]
 ]
 CHANGED_KEYS = [

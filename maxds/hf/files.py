@@ -97,7 +97,9 @@ def _header(path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         header = json.loads(file.read(length))
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
-    header.pop("__metadata__", None)
+    metadata = {} if (found := header.pop("__metadata__", None)) is None else found
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise ValueError("its __metadata__ is no JSON object of strings")
     covered = 8 + length
     for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
         shape, dtype = tuple(about["shape"]), DTYPES.get(about["dtype"])
