@@ -223,9 +223,10 @@ def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tupl
 def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microbatches) -> tuple[Microbatches, list]:
     """Replays what was not kept, then pulls the cotangents back through it; b goes first, for time runs backward.
 
-        compute | ATTENTION b, replayed, and a    | EXPERTS b, replayed | EXPERTS b   | EXPERTS a             | …
-        comm    | uncombine b      | DISPATCH b   | DISPATCH a          | uncombine a | DISPATCH b transposed | …
+        compute | attention b | attention a | experts b  | EXPERTS b   | experts a, EXPERTS a | DISPATCH b, a | …
+        comm    | uncombine b | dispatch b  | dispatch a | uncombine a | DISPATCH b           | DISPATCH a    |
 
+    Small letters are replayed, and capitals pulled back.
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
     Returns:
@@ -248,7 +249,7 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
 
     a, b = tape.inputs[layer.stages[0].name]
     da, db = dxs[0], layer.uncombine(_merged(tape, 1), dxs[1])
-    b, a = lax.optimization_barrier((replay(0, 1, b), a))
+    b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
     for n in range(1, last):
         b = replay(n, 1, b)
     a, b, db = lax.optimization_barrier((replay(0, 0, a), b, db))
