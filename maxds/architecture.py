@@ -46,8 +46,9 @@ class Model:
     kv_lora_rank: int = 0
     qk_nope_head_dim: int = 0
     v_head_dim: int = 0
-    # V4's attention, for each layer: 0 for a window alone; 4, overlapping blocks of so many tokens, each compressed to
-    # one entry, of which an indexer selects; any other for disjoint blocks. null: multi-head latent attention
+    # V4's attention, for each layer, then for each MTP module: 0 for a window alone; 4, overlapping blocks of so many
+    # tokens, each compressed to one entry, of which an indexer selects; any other for disjoint blocks. null: multi-head
+    # latent attention
     compress_ratios: tuple[int, ...] | None = None
     compress_rope_theta: float = 160000.0  # of layers that compress, which rope_scaling is for; rope_theta: of others
     head_dim: int = 0
@@ -148,14 +149,10 @@ class Model:
                 f"hc_sinkhorn_iters null there may be {MOST_PERMUTED} streams at most",
             ),
             (self.hc_eps > 0, f"hc_eps={self.hc_eps} must be positive"),
-            (
-                modules == 0 or (self.compress_ratios is None and self.hc_mult is None),
-                f"num_nextn_predict_layers={modules}: MTP is not built for compress_ratios or hc_mult; set it to 0",
-            ),
         )
 
     def _attention(self) -> tuple[tuple[bool, str], ...]:
-        ratios, yarn = self.compress_ratios, self.rope_scaling
+        ratios, yarn, modules = self.compress_ratios, self.rope_scaling, self.num_nextn_predict_layers
         checks = (
             (
                 self.q_lora_rank is None or self.q_lora_rank > 0,
@@ -168,9 +165,14 @@ class Model:
         return (
             *checks,
             (
-                len(ratios) == self.num_hidden_layers and all(r == 0 or r > 1 for r in ratios),
-                f"compress_ratios={list(ratios)} must be one for each of num_hidden_layers={self.num_hidden_layers}, 0 "
-                f"or at least 2",
+                len(ratios) == self.num_hidden_layers + modules and all(r == 0 or r > 1 for r in ratios),
+                f"compress_ratios={list(ratios)} must be one for each of num_hidden_layers={self.num_hidden_layers}, "
+                f"then of num_nextn_predict_layers={modules}, 0 or at least 2",
+            ),
+            (
+                len(set(ratios[self.num_hidden_layers :])) <= 1,
+                f"compress_ratios=[…, {', '.join(map(str, ratios[self.num_hidden_layers :]))}] must end alike: MTP "
+                f"modules are of one kind",
             ),
             (
                 yarn is None or yarn.mscale == yarn.mscale_all_dim,
@@ -275,6 +277,18 @@ class Model:
     @property
     def num_moe_layers(self) -> int:
         return self.num_hidden_layers - self.first_k_dense_replace
+
+    @property
+    def layer_ratios(self) -> tuple[int | None, ...]:
+        """Of `compress_ratios`, those of the main model's layers; None for each with multi-head latent attention."""
+        if self.compress_ratios is None:
+            return (None,) * self.num_hidden_layers
+        return self.compress_ratios[: self.num_hidden_layers]
+
+    @property
+    def mtp_ratio(self) -> int | None:
+        """Of `compress_ratios`, that of all MTP modules."""
+        return self.compress_ratios[-1] if self.compress_ratios else None
 
     @property
     def qk_head_dim(self) -> int:

@@ -33,7 +33,7 @@ from maxds.config import Config
 from maxds.data import DataError, load_tokenizer
 from maxds.hf import files, quantized, settings
 from maxds.hf.files import FormatError, Tensor
-from maxds.hf.table import IGNORED, V4_MTP, Cell, cells, official, table
+from maxds.hf.table import IGNORED, Cell, cells, official, table
 from maxds.trained import UseError
 
 WORKERS = 2  # parts converted at a time: what memory must hold
@@ -173,7 +173,7 @@ def from_hf(source: str, out: str) -> None:
     config = _parse(text, folder)
     shapes = {name: tuple(shape) for name, shape in checkpoint.shapes(parts.abstract(config.model)).items()}
     rows = table(config.model, list(shapes))
-    found, left_out = _tensors(folder, config)
+    found = _tensors(folder, config)
     all_cells = cells(rows, shapes)
     check(found, all_cells, shapes, folder)
     todo = [cell for cell in all_cells if not cell.row.copy]
@@ -211,30 +211,22 @@ def from_hf(source: str, out: str) -> None:
     print(
         f"{out}: {sum(len(c.tensors) for c in todo)} tensors converted, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared"
     )
-    _tell(folder, out, left_out)
-
-
-def _tell(folder: pathlib.Path, out: str, left_out: Sequence[str]) -> None:
-    """Says what a run has not of what it was made of, or needs."""
-    if left_out:
-        print(f"left out: {len(left_out)} tensors of MTP modules, such as {left_out[0]}: maxds has none for V4 yet")
     if not (folder / TOKENIZER[0]).is_file():
         print(f"{folder} has no {TOKENIZER[0]}: name a tokenizer as data.tokenizer in {out}/config.yaml")
 
 
-def _tensors(folder: pathlib.Path, config: Config) -> tuple[dict[str, Tensor], list[str]]:
-    """The tensors of a folder, by the names of the table; and the names of those that no model of maxds has."""
+def _tensors(folder: pathlib.Path, config: Config) -> dict[str, Tensor]:
+    """The tensors of a folder, by the names of the table."""
     given = files.tensors(folder)
     if config.model.compress_ratios is None:
-        return given, []
+        return given
     found: dict[str, Tensor] = {}
     names: dict[str, str] = {}
     for name, tensor in given.items():
         if (known := official(name)) in found:
             raise FormatError(f"{folder} has {names[known]} and {name}, which are names of the same; remove one")
         found[known], names[known] = tensor, name
-    left_out = [name for name in found if name.startswith(V4_MTP)]
-    return {name: tensor for name, tensor in found.items() if not name.startswith(V4_MTP)}, left_out
+    return found
 
 
 def check(

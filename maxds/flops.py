@@ -40,24 +40,22 @@ def per_token(model: Model, sequence_length: int) -> dict[str, int]:
     output head.
     """
     hidden, modules = model.hidden_size, model.num_nextn_predict_layers
-    layers = [attention(model, ratio, sequence_length) for ratio in model.compress_ratios or (None,)]
-    alike = 1 if model.compress_ratios else model.num_hidden_layers
-    one_module = sum(attention(model, None, sequence_length).values()) if modules else 0
-    router = hidden * model.n_routed_experts
+    layers = [attention(model, ratio, sequence_length) for ratio in model.layer_ratios]
+    one_module = sum(attention(model, model.mtp_ratio, sequence_length).values()) if modules else 0
+    router, joined = hidden * model.n_routed_experts, (1 + (model.hc_mult or 1)) * hidden * hidden
     experts = 3 * hidden * model.moe_intermediate_size * (model.num_experts_per_tok + model.n_shared_experts)
     head, streams = hidden * model.vocab_size, model.hc_mult or 0
+    layer_streams, last_streams = 2 * streams * hidden * (2 * streams + model.hc_mixes), streams * streams * hidden
     engrams = len(model.engram_layer_ids) * (1 + (streams or 1)) * model.engram_dim * hidden
     multiplies = {
-        **{name: alike * sum(layer[name] for layer in layers) for name in layers[0]},
+        **{name: sum(layer[name] for layer in layers) for name in layers[0]},
         "dense_mlp": model.first_k_dense_replace * 3 * hidden * model.intermediate_size,
         "router": model.num_moe_layers * router,
         "experts": model.num_moe_layers * experts,
-        "hyper_connections": streams
-        * hidden
-        * (2 * (2 * streams + model.hc_mixes) * model.num_hidden_layers + streams),
+        "hyper_connections": model.num_hidden_layers * layer_streams + last_streams,
         "engrams": engrams,
         "head": head,
-        "mtp": modules * (one_module + router + experts + 2 * hidden * hidden),
+        "mtp": modules * (one_module + router + experts + joined + layer_streams + last_streams),
         "mtp_head": modules * head,
     }
     blocks = {name: 6 * count for name, count in multiplies.items()}

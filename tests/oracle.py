@@ -427,12 +427,24 @@ def cross_entropy(w, x, row, steps):
     return nll, z, count, logits
 
 
+def leave(c, hyper, scale, x):
+    """What the head is given, and the next MTP module: without hyper-connections the same."""
+    hidden = norm(joined(c, hyper, x), scale, c.rms_norm_eps)
+    return hidden, hidden if c.hc_mult is None else x
+
+
 def mtp_input(c, w, module, x, row, depth):
-    """What enters the layer of an MTP module, and which tokens do (V3, section 2.2)."""
+    """What enters the layer of an MTP module, of hidden states [S D] or streams [S n D], and which tokens do.
+
+    V3, section 2.2; of streams, what V4's released weights are for: a matrix for each, the one for all streams.
+    """
     following = [ahead(row, t, depth + 1) for t in range(len(x))]
     embedded = w.embed[[token if token is not None else 0 for token in following]]
     both = norm(embedded, module.embed_norm, c.rms_norm_eps), norm(x, module.hidden_norm, c.rms_norm_eps)
-    return np.concatenate(both, -1) @ module.projection, np.array([token is not None for token in following])
+    real = np.array([token is not None for token in following])
+    if c.hc_mult is None:
+        return np.concatenate(both, -1) @ module.projection, real
+    return (both[0] @ module.projection)[:, None] + both[1] @ module.of_streams, real
 
 
 def layers(w, layer):
@@ -488,23 +500,24 @@ def run(c, w, bias, batch, layer):
         for number, (stack, i, weights) in enumerate(layers(w, layer)):
             x = look_back(c, number, w, bias, x, row)
             x = one_layer(number, stack, i, weights, x, row, real)
-        return norm(joined(c, w.hyper, x), w.norm, c.rms_norm_eps)
+        return x
 
     def mtp(depth, x, row):
         module = layer(w.mtp, depth)
         x, real = mtp_input(c, w, module, x, row, depth)
-        return norm(one_layer(None, "mtp", depth, module.layer, x, row, real), module.head_norm, c.rms_norm_eps)
+        x = one_layer(c.num_hidden_layers + depth, "mtp", depth, module.layer, x, row, real)
+        return leave(c, module.hyper, module.head_norm, x)
 
     for r in range(len(batch["tokens"])):
         row = {name: values[r] for name, values in batch.items()}
         real = row["segments"] > 0
         add("balance", 0.0, int(real.any())), add("indexer", 0.0, real.sum())
-        x = trunk(row, real)
-        nll, z, count, logits = cross_entropy(w, x, row, 1)
+        hidden, x = leave(c, w.hyper, w.norm, trunk(row, real))
+        nll, z, count, logits = cross_entropy(w, hidden, row, 1)
         add("main", nll, count), add("z_loss", z, count), all_logits.append(logits)
         for depth in range(sizes["mtp"]):
-            x = mtp(depth, x, row)
-            nll, _, count, _ = cross_entropy(w, x, row, depth + 2)
+            hidden, x = mtp(depth, x, row)
+            nll, _, count, _ = cross_entropy(w, hidden, row, depth + 2)
             add(f"mtp_{depth + 1}", nll, count)
     if c.index_topk is None:
         del terms["indexer"]

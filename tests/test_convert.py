@@ -24,7 +24,9 @@ from maxds.hf import files, quantized, settings
 from maxds.hf.table import cells, table
 from maxds.nodes import CONFIGS
 
-V4 = dataclasses.replace(tiny.V4, intermediate_size=0)
+V4 = dataclasses.replace(
+    tiny.V4, intermediate_size=0, compress_ratios=(*tiny.V4.compress_ratios, 0), num_nextn_predict_layers=1
+)
 TINY = {
     "V3, two modules": dataclasses.replace(tiny.V3, vocab_size=257, num_nextn_predict_layers=2),
     "V2": dataclasses.replace(tiny.V2, n_shared_experts=2),
@@ -34,7 +36,8 @@ TINY = {
     "V4": dataclasses.replace(
         V4,
         num_hidden_layers=8,
-        compress_ratios=(0, 4, 0, 4, 6, 4, 6, 4),
+        compress_ratios=(0, 4, 0, 4, 6, 4, 6, 4, 6, 6),
+        num_nextn_predict_layers=2,
         num_hash_layers=3,
         tie_word_embeddings=True,
     ),
@@ -137,6 +140,15 @@ RELEASED = {
         "layers.42.attn.indexer.weights_proj.weight": (64, 4096),
         "layers.42.attn.indexer.wq_b.weight": (8192, 1024),
         "layers.3.attn.compressor.ape": (128, 512),
+        "mtp.0.attn.wkv.weight": (512, 4096),
+        "mtp.0.e_proj.weight": (4096, 4096),
+        "mtp.0.ffn.experts.255.w1.weight": (2048, 4096),
+        "mtp.0.ffn.gate.bias": (256,),
+        "mtp.0.h_proj.weight": (4096, 4096),
+        "mtp.0.hc_ffn_fn": (24, 16384),
+        "mtp.0.hc_head_fn": (4, 16384),
+        "mtp.0.hc_head_scale": (1,),
+        "mtp.0.norm.weight": (4096,),
         "layers.41.attn.compressor.wkv.weight": (512, 4096),
     },
 }
@@ -152,10 +164,10 @@ def test_names_and_shapes_are_those_of_the_released_files(name, released):
         for name in c.tensors
     }
     assert {name: found[name] for name in released} == released
-    if name == "deepseek4-284b":  # of 69,187 tensors, 1,575 are of the MTP module
-        ends = [[end] for end in "wkv wo_a wo_b wq_a wq_b w1 w2 w3".split()]
+    if name == "deepseek4-284b":
+        ends = [[end] for end in "wkv wo_a wo_b wq_a wq_b w1 w2 w3 e_proj h_proj".split()]
         scaled = [n for n in found if n.split(".")[-2:-1] in ends and "compressor" not in n]
-        assert len(found) + len(scaled) == 69_187 - 1_575
+        assert len(found) + len(scaled) == 69_187
 
 
 def test_tensors_are_what_the_reference_multiplies_by(v3):
@@ -260,6 +272,14 @@ def test_v4_s_layers_are_found_by_turn_and_member(v4):
         "layers.5.hc_ffn_scale": w.last_layers["dispatch"].hyper.scale[0],
         "layers.5.ffn.gate.bias": bias["last_layers"][0],
         "hc_head_base": w.hyper.base,
+        "mtp.0.enorm.weight": w.mtp.embed_norm[0],
+        "mtp.0.hnorm.weight": w.mtp.hidden_norm[0],
+        "mtp.0.norm.weight": w.mtp.head_norm[0],
+        "mtp.0.e_proj.weight": w.mtp.projection[0].T,
+        "mtp.0.h_proj.weight": w.mtp.of_streams[0].T,
+        "mtp.0.attn.wkv.weight": w.mtp.layer["attention"].kv[0].T,
+        "mtp.0.ffn.gate.bias": bias["mtp"][0],
+        "mtp.0.hc_head_base": w.mtp.hyper.base[0],
     }
     assert equal(expected, {name: found[name].read() for name in expected})
     assert found["layers.0.ffn.gate.tid2eid"].dtype == "I64"
@@ -278,6 +298,8 @@ def rewritten(source, target, change):
 
 def test_names_that_transformers_saves_v4_under_are_read_too(v4, tmp_path):
     def renamed(name):
+        if name.startswith("mtp."):
+            return name  # it saves none
         name = name.replace("attn.kv_norm", "attn.norm").replace("hc_head_", "hc_head.hc_")
         name = "embed_tokens.weight" if name == "embed.weight" else name
         return name if name == "head.weight" else f"model.{name}"
@@ -290,16 +312,6 @@ def test_names_that_transformers_saves_v4_under_are_read_too(v4, tmp_path):
         files.FormatError, match=r"has norm\.weight and model\.norm\.weight, which are names of the same"
     ):
         convert.from_hf(str(twice), str(tmp_path / "out"))
-
-
-def test_v4_s_mtp_modules_are_left_out_with_a_word(v4, tmp_path, capsys):
-    hf = rewritten(v4[0] / "hf", tmp_path / "hf", lambda held: held | {"mtp.0.enorm.weight": held["norm.weight"]})
-    given = json.loads((hf / "config.json").read_text())
-    given |= {"num_nextn_predict_layers": 1, "compress_ratios": [*given["compress_ratios"], 0]}
-    (hf / "config.json").write_text(json.dumps(given))
-    convert.from_hf(str(hf), str(tmp_path / "back"))
-    assert "left out: 1 tensors of MTP modules, such as mtp.0.enorm.weight: maxds has none" in capsys.readouterr().out
-    assert trained.read_config(str(tmp_path / "back")).model == V4
 
 
 @pytest.mark.parametrize(
@@ -589,6 +601,10 @@ def test_bad_keys_of_config_json_are_all_listed_and_nothing_is_written(v3, tmp_p
 @pytest.mark.parametrize(
     ("change", "messages"),
     [
+        (
+            {"num_nextn_predict_layers": 2**50},
+            ["num_nextn_predict_layers is 1125899906842624; it must be 0 to num_hidden_layers=6"],
+        ),
         ({"kv_lora_rank": 12}, ["unknown key kv_lora_rank; remove it if it changes nothing that is computed"]),
         (
             {"hc_mult": None, "norm_topk_prob": False, "num_key_value_heads": 6, "n_shared_experts": 2},
@@ -690,7 +706,7 @@ def test_a_model_that_transformers_has_not_is_refused(changes, message):
 
 def test_a_v4_that_transformers_has_not_is_refused():
     changes = {"swiglu_limit": None, "hc_sinkhorn_iters": None, "topk_method": "greedy"}
-    changes["compress_ratios"] = (0, 4, 3, 4, 5, 4)
+    changes["compress_ratios"] = (0, 4, 3, 4, 5, 4, 0)
     with pytest.raises(files.FormatError) as error:
         settings.write(dataclasses.replace(V4, **changes), "float32", None)
     assert str(error.value).splitlines() == [

@@ -49,6 +49,13 @@ def test_v4_has_the_weights_that_transformers_counts_the_biases_of_its_routers_a
     assert describe.counts(load("deepseek4-284b").model)["total"] == weights + biases + tables
 
 
+def test_v4_s_mtp_module_has_the_numbers_of_its_released_tensors():
+    attention = 1024 * 4096 + 32768 * 1024 + 512 * 4096 + 2 * 8192 * 4096 + 64 + 512 + 1024
+    streams = 2 * (24 * 16384 + 24 + 3) + 4 * 16384 + 4 + 1
+    experts, joined = 257 * 3 * 2048 * 4096 + 256 * 4096 + 256, 2 * 4096**2 + 5 * 4096
+    assert describe.counts(load("deepseek4-284b").model)["mtp"] == attention + streams + experts + joined
+
+
 @pytest.mark.parametrize("name", ["deepseek3-671b", "deepseek4-284b"])
 def test_the_weights_of_the_table_sum_to_the_counts(name):
     model = load(name).model

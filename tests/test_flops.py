@@ -67,8 +67,9 @@ def test_the_blocks_of_deepseek_v4_agree_with_the_formula_written_out_in_its_num
         "hyper_connections": 6 * 4 * 4096 * (43 * 2 * 24 + 4),
         "engrams": 0,
         "head": 6 * 4096 * 129280,
-        "mtp": 0,
-        "mtp_head": 0,
+        "mtp": 6 * (around + int(64 * 2 * 512 * window) + 4096 * 256 + 3 * 4096 * 2048 * 7 + 5 * 4096**2)
+        + 6 * 4 * 4096 * (2 * 24 + 4),
+        "mtp_head": 6 * 4096 * 129280,
         "total": sum(count for name, count in blocks.items() if name != "total"),
     }
 

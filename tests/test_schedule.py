@@ -40,6 +40,8 @@ CASES = {
     # hyper-connections, 1 hash layer, and 2 turns of 2 kinds of attention
     "plain, V4, nothing recomputed": tiny.config(V4, "plain", (1, 2, 2), keep=("everything",)),
     "split, V4, in 2 parts": tiny.config(V4, "batch_split", (1, 2, 2), optimizer={"accumulate_steps": 2}),
+    # hyper-connections, 1 MoE layer, and 2 MTP modules with indexers
+    "split, V4's MTP": tiny.config(tiny.V4_MTP, "batch_split", (1, 2, 2)),
     # 1 dense layer, 2 MoE and 1 MTP module
     "plain, V3.2, nothing recomputed": tiny.config(tiny.V32, "plain", (1, 2, 1), keep=("everything",)),
     "split, V3.2": tiny.config(tiny.V32, "batch_split", (2, 2, 2)),

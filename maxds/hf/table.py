@@ -258,7 +258,6 @@ _SAVED = {  # what transformers calls otherwise, and what the official files cal
     r"\.attn\.norm\.": ".attn.kv_norm.",
     r"\.scale$": ".weight_scale_inv",  # this one as V3's files do
 }
-V4_MTP = "mtp."  # the tensors of V4's MTP modules begin with it
 
 
 def official(name: str) -> str:
@@ -282,7 +281,8 @@ def _v4(c: Model) -> list[Row]:
             rows += _stacked(f"{name}.{i}" if turn > 1 else name, "layers.", layer, first + i, turn)
         rows += _stacked(name, "layers.", [_router(c, name)], first)
         first += turn * stack.count
-    return rows
+    rows += _stacked("mtp.layer", "mtp.", layer, 0)
+    return rows + _stacked("mtp", "mtp.", [_router(c, "mtp"), *_v4_mtp()], 0)
 
 
 def _router(c: Model, stack: str) -> Row:
@@ -335,4 +335,15 @@ def _v4_experts() -> list[Row]:
         *_mlp("dispatch.shared", "ffn.shared_experts", "w1 w3 w2"),
         *_mlp("experts", "ffn.experts.{expert}", "w1 w3 w2"),
         *_connection("dispatch.hyper", "hc_ffn"),
+    ]
+
+
+def _v4_mtp() -> list[Row]:
+    return [
+        _row("embed_norm", "enorm", "d -> d"),
+        _row("hidden_norm", "hnorm", "d -> d"),
+        _row("projection", "e_proj", "i d -> d i"),
+        _row("of_streams", "h_proj", "i d -> d i"),
+        _row("head_norm", "norm", "d -> d"),
+        *_connection("hyper", "hc_head"),
     ]

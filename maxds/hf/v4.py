@@ -6,6 +6,7 @@ of a head is a number of dimensions, or a share; and the two rotary tables are i
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from maxds.architecture import OVERLAPPED, Model
@@ -26,9 +27,8 @@ NEEDED = "compress_ratios", "num_hash_layers", "hc_mult", "swiglu_limit"  # whic
 
 def read(raw: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
     """config.json, of keys of the right types, with the official ones alone; adds to `mistakes`, and changes `raw`."""
-    ratios, modules = raw.get("compress_ratios"), raw.get("num_nextn_predict_layers") or 0
-    if ratios is not None and len(ratios) == (raw.get("num_hidden_layers") or 0) + modules:
-        ratios = raw["compress_ratios"] = ratios[: len(ratios) - modules]
+    of_modules = _part_modules(raw, mistakes)
+    ratios = raw.get("compress_ratios")
     types, rates = raw.pop("layer_types", None), raw.pop("compress_rates", None)
     if types is None and rates is not None and ratios is not None:
         types = _types(ratios)
@@ -39,14 +39,29 @@ def read(raw: dict[str, Any], mistakes: list[str]) -> dict[str, Any]:
         _agree(raw, "num_hash_layers", hashed, "mlp_layer_types", mistakes)
         if routers != [HASHED] * hashed + [ROUTED] * (len(routers) - hashed):
             mistakes.append(f"mlp_layer_types is {routers}; maxds knows {HASHED}, and {ROUTED} after it")
-    if OVERLAPPED not in (raw.get("compress_ratios") or ()):
+    if OVERLAPPED not in (*(raw.get("compress_ratios") or ()), *of_modules):
         raw.pop("index_topk", None)  # without a layer that has an indexer
-    raw["num_nextn_predict_layers"] = 0  # whose tensors are left out, with a word
+    if raw.get("compress_ratios") is not None:
+        raw["compress_ratios"] = [*raw["compress_ratios"], *of_modules]
     _read_rope(raw, mistakes)
     return raw
 
 
-def _types(ratios: list[int]) -> list[str]:
+def _part_modules(raw: dict[str, Any], mistakes: list[str]) -> list[int]:
+    """Leaves the layers' to `compress_ratios`; returns the MTP modules', of which transformers' keys say nothing."""
+    ratios, layers, modules = (raw.get(k) for k in ("compress_ratios", "num_hidden_layers", "num_nextn_predict_layers"))
+    layers, modules = layers or 0, modules or 0
+    if not 0 <= modules <= layers:
+        mistakes.append(f"num_nextn_predict_layers is {modules}; it must be 0 to num_hidden_layers={layers}")
+        modules = 0
+    raw["num_nextn_predict_layers"] = modules
+    if ratios is None or len(ratios) <= layers:
+        return [0] * modules
+    raw["compress_ratios"] = ratios[:layers]
+    return ratios[layers:]
+
+
+def _types(ratios: Sequence[int]) -> list[str]:
     return [{0: WINDOW, OVERLAPPED: SPARSE}.get(ratio, HEAVY) for ratio in ratios]
 
 
@@ -109,12 +124,12 @@ def mistakes(model: Model) -> list[str]:
 
 def write(model: Model) -> dict[str, Any]:
     """What config.json says of a model in transformers' own keys."""
-    ratios, hashed = model.compress_ratios or (), model.num_hash_layers
+    ratios, hashed = (model.compress_ratios or ())[: model.num_hidden_layers], model.num_hash_layers
     share = model.qk_rope_head_dim / model.head_dim
     if int(model.head_dim * share) < model.qk_rope_head_dim:  # as transformers reckons it
         share = math.nextafter(share, 1)
     return {
-        "layer_types": _types(list(ratios)),
+        "layer_types": _types(ratios),
         "mlp_layer_types": [HASHED] * hashed + [ROUTED] * (len(ratios) - hashed),
         "compress_rates": {SPARSE: OVERLAPPED, HEAVY: next(iter(_heavy(model)), 128)},
         "partial_rotary_factor": share,

@@ -216,13 +216,14 @@ class Network:
         return Context(batch["tokens"], segments, positions, near, scaled)
 
     def mtp(self, weights: Mtp, bias, outer, xs, contexts, batches):
-        """The MTP modules: of each depth, its head norm, streams and targets by microbatch; what was seen in all."""
+        """The MTP modules: of each depth its head norm, and hidden states and targets by microbatch; the last streams,
+        and what was seen in all."""
         table, norm = outer
         found, seen = [], []
         targets = [b["targets"] for b in batches]
         declared = self.declared.mtp
         chain, entry = (
-            self.chain(Stack((Kind(None),), 1), declared.layer),
+            self.chain(Stack((Kind(self.model.mtp_ratio),), 1), declared.layer),
             self.exchange(_without_layer(params_lib.unstacked(declared))),
         )
         for depth in range(self.model.num_nextn_predict_layers):
@@ -235,14 +236,21 @@ class Network:
                 xs, of_depth = chain(layer, layer_bias, xs, present)
             targets = [shift(t, b["segments"]) for t, b in zip(targets, batches, strict=True)]
             norm = w.head_norm
-            found.append((norm, xs, targets))
+            found.append((norm, [residual.leave(self.model, w.hyper, x) for x in xs], targets))
             seen.append(of_depth)
-        return found, jax.tree.map(lambda *of_depths: jnp.concatenate(of_depths), *seen)
+        return found, xs, jax.tree.map(lambda *of_depths: jnp.concatenate(of_depths), *seen)
 
     def _enter_mtp(self, w: Mtp, table, norm, x: Stream, ahead: jax.Array) -> Stream:
-        """Joins what the head before was given with the embedding of the next token, `ahead` [B S] (V3, eq. 21)."""
+        """Joins what the head was given, or each stream before it, with the next token, `ahead` [B S] (V3, eq. 21)."""
         eps = self.model.rms_norm_eps
         embedded = ops.rms_norm(self.embed(table, ahead), w.embed_norm, eps)
+        if (of_streams := w.of_streams) is not None:
+            token = ops.matmul("bsc,cd->bsd", embedded, w.projection)
+
+            def join(h: jax.Array) -> jax.Array:
+                return token + ops.matmul("bsc,cd->bsd", ops.rms_norm(h, w.hidden_norm, eps), of_streams)
+
+            return residual.each(x, join)
         hidden = ops.rms_norm(ops.rms_norm(x.h, norm, eps), w.hidden_norm, eps)
         joined = jnp.concatenate([embedded, hidden], axis=-1)
         return dataclasses.replace(x, h=ops.matmul("bsc,cd->bsd", joined, w.projection))
@@ -286,10 +294,10 @@ class Network:
         total, sums = head_loss(norm, hs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
         terms: dict[str, Any] = {"main": sums["nll"], "z_loss": sums["z"]}
         if weights.mtp is not None:
-            found, seen["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), (table, norm), xs, contexts, batches)
-            for depth, (norm, xs, targets) in enumerate(found):
+            found, xs, seen["mtp"] = self.mtp(weights.mtp, bias.get("mtp"), (table, norm), xs, contexts, batches)
+            for depth, (norm, hs, targets) in enumerate(found):
                 term = mtp_term(depth)
-                more, sums = head_loss(norm, [x.h for x in xs], targets, (scales[term], jnp.zeros(())))
+                more, sums = head_loss(norm, hs, targets, (scales[term], jnp.zeros(())))
                 total, terms[term] = total + more, sums["nll"]
         for name in ("balance", "indexer") if self.model.index_topk else ("balance",):
             terms[name] = sum(getattr(x, name) for x in xs)  # the last streams carry that of all layers, MTP's too

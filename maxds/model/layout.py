@@ -5,6 +5,7 @@ V4: what is scanned over then is one turn, and the layers that make no whole tur
 What Engram adds to the residual stream, it adds between two stacks: the layers from there on are a stack of their own.
 """
 
+import dataclasses
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,12 +24,17 @@ from maxds.params import Param, Tree
 
 @flax.struct.dataclass
 class Mtp:
-    """Weights of the MTP modules, stacked over depth (V3, section 2.2). Embedding and head are the model's."""
+    """Weights of the MTP modules, stacked over depth (V3, section 2.2). Embedding and head are the model's.
+
+    With hyper-connections the token ahead joins each stream, and the head joins them, as in V4's released weights.
+    """
 
     embed_norm: Tree  # [D]
     hidden_norm: Tree  # [D]
-    projection: Tree  # [2D D]: of the embedding of the token ahead, then the hidden state
+    projection: Tree  # [2D D]: of the embedding of the token ahead, then the hidden state; with streams of the former
+    of_streams: Tree | None  # [D D]: of each stream; None where there is one
     layer: Any  # {attention, dispatch, experts}
+    hyper: Tree | None  # residual.Connection: joins the streams
     head_norm: Tree  # [D]: of what head and next module are given; not in the paper, but in the released weights
 
 
@@ -99,8 +105,7 @@ STACKS = "dense_layers", "hash_layers", "moe_layers", "last_layers"
 
 def stacks(c: Model) -> dict[str, Stack]:
     """The layers of the main model, in order. Where an Engram cuts one, the rest has its first layer in its name."""
-    ratios = c.compress_ratios or (None,) * c.num_hidden_layers
-    kinds = [Kind(ratio, dense=i < c.first_k_dense_replace) for i, ratio in enumerate(ratios)]
+    kinds = [Kind(ratio, dense=i < c.first_k_dense_replace) for i, ratio in enumerate(c.layer_ratios)]
     routed = c.first_k_dense_replace + c.num_hash_layers
     bounds = (0, c.first_k_dense_replace), (c.first_k_dense_replace, routed), (routed, c.num_hidden_layers)
     found = {}
@@ -124,9 +129,6 @@ def _period(kinds: tuple[Kind, ...]) -> int:
 def declare(c: Model) -> Weights:
     """Every weight's shape, sharding and start. Allocates nothing."""
     d, std, modules = c.hidden_size, c.initializer_range, c.num_nextn_predict_layers
-    projection = Param((2 * d, d), P("fsdp"), "io", std)
-    norms = {name: attention.norm(d) for name in ("embed_norm", "hidden_norm", "head_norm")}
-    mtp = Mtp(projection=projection, layer=_declare_layer(c, Kind(None)), **norms) if modules else None
     layers = {name: _declare_stack(c, stack) for name, stack in stacks(c).items()}
     whole = {name: layers.pop(name, None) for name in STACKS}
     return Weights(
@@ -134,10 +136,22 @@ def declare(c: Model) -> Weights:
         **whole,
         cut_layers=layers or None,
         engrams={str(i): engram.declare(c, i) for i in c.engram_layer_ids} or None,
-        mtp=params_lib.stacked(mtp, modules) if mtp else None,
+        mtp=params_lib.stacked(_declare_mtp(c), modules) if modules else None,
         hyper=residual.declare_last(c),
         norm=attention.norm(d),
         head=None if c.tie_word_embeddings else Param((d, c.vocab_size), P("fsdp"), std=std),
+    )
+
+
+def _declare_mtp(c: Model) -> Mtp:
+    d = c.hidden_size
+    projection, streams = Param((d, d), P("fsdp"), "io", c.initializer_range), c.hc_mult is not None
+    return Mtp(
+        **{name: attention.norm(d) for name in ("embed_norm", "hidden_norm", "head_norm")},
+        projection=projection if streams else dataclasses.replace(projection, shape=(2 * d, d)),
+        of_streams=projection if streams else None,
+        layer=_declare_layer(c, Kind(c.mtp_ratio)),
+        hyper=residual.declare_last(c),
     )
 
 

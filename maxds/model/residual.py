@@ -12,6 +12,7 @@ What a stage has made is added when the next one reads: until then it may be a s
 import dataclasses
 import functools
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -115,6 +116,14 @@ def with_streams(x: Stream, h: jax.Array) -> Stream:
     if x.out is None:
         return dataclasses.replace(x, h=h[:, 0])
     return dataclasses.replace(x, h=jnp.unstack(h, axis=1), out=jnp.zeros_like(x.out), post=jnp.zeros_like(x.post))
+
+
+def each(x: Stream, fn: Callable[[jax.Array], jax.Array]) -> Stream:
+    """The stream with fn(stream [B S D]) in place of each of `streams(x)`."""
+    if x.out is None:
+        return dataclasses.replace(x, h=fn(x.h))
+    h = tuple(map(fn, _settled(x)))
+    return dataclasses.replace(x, h=h, out=jnp.zeros_like(x.out), post=jnp.zeros_like(x.post))
 
 
 def leave(c: Model, w: Connection | None, x: Stream) -> jax.Array:
