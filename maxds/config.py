@@ -145,14 +145,17 @@ class Loss:
 class Optimizer:
     kind: Literal["adamw", "muon"] = "adamw"
     lr: float
-    lr_schedule: Literal["cosine", "wsd", "deepseek_v3"] = "cosine"
+    lr_schedule: Literal["cosine", "wsd", "wsd_cosine", "deepseek_v3"] = "cosine"
     warmup_steps: int = 0
-    decay_fraction: float = 0.1  # wsd: the share of the steps spent decaying
-    min_lr_ratio: float = 0.1  # cosine, wsd: last learning rate / lr
+    decay_fraction: float = 0.1  # wsd, wsd_cosine: the share of the steps spent decaying
+    min_lr_ratio: float = 0.1  # all but deepseek_v3: last learning rate / lr
     b1: float = 0.9
     b2: float = 0.95
     eps: float = 1e-8
     muon_momentum: float = 0.95
+    # Newton-Schulz. jordan: 5 steps, after which singular values are near 1; deepseek_v4: 8, and 2 that make them 1
+    muon_iteration: Literal["jordan", "deepseek_v4"] = "jordan"
+    muon_rms: float = 0.2  # of an update: as AdamW's, so that it can keep its learning rate and decay; V4: 0.18
     weight_decay: float = 0.1
     clip: float | None = 1.0  # global gradient norm
     skip_spike: float | None = None  # skip a step whose gradient norm exceeds this multiple of its running mean
@@ -173,6 +176,7 @@ class Optimizer:
             (0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be in [0, 1]"),
             *((0 <= getattr(self, k) < 1, f"{k}={getattr(self, k)} must be in [0, 1)") for k in ("b1", "b2")),
             (0 <= self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be in [0, 1)"),
+            (self.muon_rms > 0, f"muon_rms={self.muon_rms} must be positive"),
             (self.eps > 0, f"eps={self.eps} must be positive"),
             (self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative"),
             (self.clip is None or self.clip > 0, f"clip={self.clip} must be positive, or null"),

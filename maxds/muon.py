@@ -1,4 +1,5 @@
-"""Muon: a matrix moves along its orthogonalized momentum (Jordan et al. 2024; Moonlight, arXiv 2502.16982).
+"""Muon: a matrix moves along its orthogonalized momentum (Jordan et al. 2024; Moonlight, arXiv 2502.16982; V4, section
+2.4, arXiv 2606.19348).
 
 Its shards travel for that: of each stack of matrices, every device along `fsdp` is sent some, whole, orthogonalizes
 them one after the other, and sends them back. So nothing is computed twice along `fsdp`, no device holds more than one
@@ -17,28 +18,30 @@ from jax import lax
 from jax.sharding import Mesh
 
 from maxds import params as params_lib
+from maxds.config import Optimizer
 from maxds.params import Param, Tree
 
-_STEPS = ((3.4445, -4.7750, 2.0315),) * 5  # of Newton-Schulz, one by one: optax makes a loop of them, not a sequence
-_RMS = 0.2  # of an update: AdamW's, so that it can keep its learning rate and decay (Moonlight, section 2.2)
+_FAST, _EXACT = (3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)
+# Of Newton-Schulz, one by one: optax makes a loop of them, not a sequence
+_STEPS = {"jordan": (_FAST,) * 5, "deepseek_v4": (_FAST,) * 8 + (_EXACT,) * 2}
 
 
-def direction(
-    declared: Tree, mesh: Mesh | None, momentum: float, eps: float, travels: jnp.dtype
-) -> optax.GradientTransformation:
+def direction(config: Optimizer, declared: Tree, mesh: Mesh | None) -> optax.GradientTransformation:
     """Where hidden matrices are to move; what is no hidden matrix is not to be given to it.
 
     What is stacked (layers, experts, gate beside up) is many matrices; what has several input or output dimensions
     (heads) is one.
 
     Args:
+      config: `eps` is added to the norm that a matrix is divided by. Shards are exchanged in `state_dtype`, in which
+        momentum is stored: what is lost of them is lost already. What is computed of them is in that of the gradients.
       declared: every weight.
       mesh: that the gradients lie on. None: updates are not asked for.
-      momentum: Nesterov's.
-      eps: added to the norm that a matrix is divided by.
-      travels: dtype in which shards are exchanged; what is computed of them is in that of the gradients.
     """
-    one = optax.contrib.muon(-1.0, _STEPS, beta=0.0, nesterov=False, eps=eps, consistent_rms=_RMS)
+    steps, travels = _STEPS[config.muon_iteration], jnp.dtype(config.state_dtype)
+    one = optax.contrib.muon(
+        -1.0, steps, len(steps), beta=0.0, nesterov=False, eps=config.eps, consistent_rms=config.muon_rms
+    )
 
     def orthogonalize(matrix: jax.Array) -> Any:
         return one.update(matrix, one.init(matrix), matrix)[0]
@@ -50,7 +53,7 @@ def direction(
         return jax.shard_map(exchange, mesh=mesh, in_specs=p.spec, out_specs=p.spec, check_vma=False)(gradient)
 
     orthogonalized = optax.stateless(lambda updates, _: params_lib.derive(of_weight, declared, updates))
-    return optax.chain(optax.trace(momentum, nesterov=True), orthogonalized)
+    return optax.chain(optax.trace(config.muon_momentum, nesterov=True), orthogonalized)
 
 
 def _by_matrix(p: Param, fn: Callable, travels: jnp.dtype, x: jax.Array) -> jax.Array:

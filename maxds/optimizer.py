@@ -23,6 +23,7 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
 
     cosine       half a cosine, to min_lr_ratio * lr
     wsd          constant, then linear to min_lr_ratio * lr over the last decay_fraction
+    wsd_cosine   constant, then half a cosine to there (V4, section 4.2.2)
     deepseek_v3  in shares of V3's 14.8T tokens (section 4.2): constant to 10T, cosine to lr / 10 at
                  14.3T, constant to 14.633T, then lr * 7.3 / 220
     """
@@ -31,9 +32,11 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
     warm = optax.linear_schedule(lr / max(warmup, 1), lr, max(warmup - 1, 1))
     if config.lr_schedule == "cosine":
         return optax.join_schedules([warm, optax.cosine_decay_schedule(lr, rest, config.min_lr_ratio)], [warmup])
-    if config.lr_schedule == "wsd":
+    if config.lr_schedule in ("wsd", "wsd_cosine"):
         decay = max(round(rest * config.decay_fraction), 1)
         down = optax.linear_schedule(lr, lr * config.min_lr_ratio, decay)
+        if config.lr_schedule == "wsd_cosine":
+            down = optax.cosine_decay_schedule(lr, decay, config.min_lr_ratio)
         return optax.join_schedules([warm, optax.constant_schedule(lr), down], [warmup, warmup + rest - decay])
     ends = [max(round(steps * share / 14.8), warmup) for share in (10.0, 14.3, 14.633)]
     parts = [
@@ -104,11 +107,8 @@ def check(config: Optimizer, paths: list[str]) -> None:
 
 
 def _muon(config: Optimizer, declared: Tree, mesh: Mesh | None) -> optax.GradientTransformation:
-    """Muon for hidden matrices; Adam for norms, embedding and head.
-
-    Matrices travel in the dtype in which their momentum is stored: what is lost of it is lost already.
-    """
-    matrices = muon.direction(declared, mesh, config.muon_momentum, config.eps, jnp.dtype(config.state_dtype))
+    """Muon for hidden matrices; Adam for norms, embedding and head."""
+    matrices = muon.direction(config, declared, mesh)
     adam = optax.scale_by_adam(config.b1, config.b2, config.eps)
     kinds = params_lib.derive(lambda p: "muon" if p.dims else "adam", declared)
     return optax.partition({"muon": matrices, "adam": adam}, kinds)

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from maxds import loader
+from maxds import loader, optimizer
 from maxds.architecture import Model, RopeScaling
 from maxds.config import Config
 
@@ -151,6 +151,8 @@ def test_the_rotary_embedding_is_that_of_the_official_config(name, theta, factor
         ("deepseek2-236b", 2.4e-4, 2000, 8.1e12),
         ("deepseek3-671b", 2.2e-4, 2000, 14.8e12),
         ("deepseek3.2-671b", 7.3e-6, 0, 943.7e9),
+        ("deepseek4-284b", 2.7e-4, 2000, 32e12),
+        ("deepseek4-1.6t", 2.0e-4, 2000, 33e12),
         ("kimi-k2-1t", 2e-4, 500, 15.5e12),
     ],
 )
@@ -180,7 +182,17 @@ FEATURES = {
 }
 
 
-@pytest.mark.parametrize("name", [*PAPERS, "deepseek4-284b"])
+@pytest.mark.parametrize("name", ["deepseek4-284b", "deepseek4-1.6t"])
+def test_v4_weighs_mtp_less_as_soon_as_the_learning_rate_falls(name):
+    config, _ = load(name)
+    (change,) = config.loss.later
+    rate = optimizer.learning_rate(config.optimizer, config.steps)
+    assert change.weights == {"mtp": 0.1}
+    assert rate(2000) == rate(change.after_steps) > rate(change.after_steps + 9)
+    assert float(rate(config.steps)) == pytest.approx(config.optimizer.lr / 10)
+
+
+@pytest.mark.parametrize("name", [*PAPERS, "deepseek4-284b", "deepseek4-1.6t"])
 def test_every_key_of_a_paper_s_model_is_written_out(name):
     config, tree = load(name)
     absent = "|".join(keys for switch, keys in FEATURES.items() if not getattr(config.model, switch)) or "$"
@@ -196,6 +208,7 @@ def test_every_key_of_a_paper_s_model_is_written_out(name):
         ("deepseek3-671b", 256),
         ("deepseek3.2-671b", 512),
         ("deepseek4-284b", 256),
+        ("deepseek4-1.6t", 1024),
         ("deepseek-custom", 64),
         ("kimi-k2-1t", 512),
         ("quickstart", 8),

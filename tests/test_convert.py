@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import shutil
@@ -67,7 +68,16 @@ def equal(a, b):
 
 
 @pytest.mark.parametrize(
-    "name", ["deepseek2-16b", "deepseek2-236b", "deepseek3-671b", "deepseek3.2-671b", "deepseek4-284b", "kimi-k2-1t"]
+    "name",
+    [
+        "deepseek2-16b",
+        "deepseek2-236b",
+        "deepseek3-671b",
+        "deepseek3.2-671b",
+        "deepseek4-284b",
+        "deepseek4-1.6t",
+        "kimi-k2-1t",
+    ],
 )
 def test_tensors_hold_every_number_of_a_state_once(name):
     model = loader.load(Config, CONFIGS / f"{name}.yaml")[0].model
@@ -164,10 +174,29 @@ def test_names_and_shapes_are_those_of_the_released_files(name, released):
         for name in c.tensors
     }
     assert {name: found[name] for name in released} == released
-    if name == "deepseek4-284b":
-        ends = [[end] for end in "wkv wo_a wo_b wq_a wq_b w1 w2 w3 e_proj h_proj".split()]
-        scaled = [n for n in found if n.split(".")[-2:-1] in ends and "compressor" not in n]
-        assert len(found) + len(scaled) == 69_187
+
+
+# V4's files: how many tensors, and how many numbers in them, scales included, as they are stored.
+STORED = {"deepseek4-284b": (69_187, 158_069_433_298), "deepseek4-1.6t": (145_116, 861_608_274_846)}
+
+
+@pytest.mark.parametrize(("name", "stored"), STORED.items(), ids=STORED)
+def test_v4_s_tensors_are_as_many_and_as_large_as_the_released_files(name, stored):
+    model = loader.load(Config, CONFIGS / f"{name}.yaml")[0].model
+    shapes = {array: tuple(s) for array, s in checkpoint.shapes(parts.abstract(model)).items()}
+    found = []
+    for cell in cells(table(model, list(shapes)), shapes):
+        shape = cell.row.tensor_shape([shapes[a][len(cell.index) :] for a in cell.row.arrays])
+        for tensor in cell.tensors:
+            if ".experts." in tensor:
+                found += quantized.stored("I8", shape)
+            elif (
+                re.search(r"\.(wkv|wo_a|wo_b|wq_a|wq_b|w[123]|e_proj|h_proj)\.", tensor) and "compressor" not in tensor
+            ):
+                found += quantized.stored("F8_E4M3", shape)
+            else:
+                found.append(shape)
+    assert (len(found), sum(map(math.prod, found))) == stored
 
 
 def test_tensors_are_what_the_reference_multiplies_by(v3):
@@ -237,10 +266,27 @@ V4_FLASH = """
 """
 
 
-def test_config_json_of_v4_flash_is_the_shipped_model(tmp_path):
-    (tmp_path / "config.json").write_text(V4_FLASH.replace("LAYERS", "4, 128, " * 20 + "4,"))
+# What V4-Pro's says otherwise.
+V4_PRO = {
+    "compress_ratios": [128, 128, *[4, 128] * 29, 4, 0],
+    "hidden_size": 7168,
+    "index_topk": 1024,
+    "moe_intermediate_size": 3072,
+    "n_routed_experts": 384,
+    "num_attention_heads": 128,
+    "num_hidden_layers": 61,
+    "o_groups": 16,
+    "q_lora_rank": 1536,
+    "routed_scaling_factor": 2.5,
+}
+
+
+@pytest.mark.parametrize(("name", "more"), [("deepseek4-284b", {}), ("deepseek4-1.6t", V4_PRO)])
+def test_config_json_of_v4_is_the_shipped_model(name, more, tmp_path):
+    given = json.loads(V4_FLASH.replace("LAYERS", "4, 128, " * 20 + "4,")) | more
+    (tmp_path / "config.json").write_text(json.dumps(given))
     given = settings.read(tmp_path)
-    model = loader.load(Config, CONFIGS / "deepseek4-284b.yaml")[0].model
+    model = loader.load(Config, CONFIGS / f"{name}.yaml")[0].model
     shipped = json.loads(json.dumps(loader.plain(model)))
     assert json.loads(json.dumps(given)) == {key: shipped[key] for key in given}
     left = {key for key in shipped.keys() - given.keys() if not key.startswith("engram_")}

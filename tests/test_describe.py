@@ -44,9 +44,15 @@ def test_the_active_parameters_of_mtp_leave_out_the_experts_that_are_not_chosen(
     assert found["mtp"] - found["mtp_active"] == (256 - 8) * 3 * 7168 * 2048
 
 
-def test_v4_has_the_weights_that_transformers_counts_the_biases_of_its_routers_and_the_tables_of_its_hash_layers():
-    weights, biases, tables = 284_332_230_231, 40 * 256, 3 * 129280 * 6
-    assert describe.counts(load("deepseek4-284b").model)["total"] == weights + biases + tables
+@pytest.mark.parametrize(
+    ("name", "weights", "routed", "experts"),
+    [("deepseek4-284b", 284_332_230_231, 40, 256), ("deepseek4-1.6t", 1_572_997_179_491, 58, 384)],
+)
+def test_v4_has_the_weights_that_transformers_counts_and_biases_and_tables_of_its_routers(
+    name, weights, routed, experts
+):
+    biases, tables = routed * experts, 3 * 129280 * 6
+    assert describe.counts(load(name).model)["total"] == weights + biases + tables
 
 
 def test_v4_s_mtp_module_has_the_numbers_of_its_released_tensors():

@@ -19,7 +19,8 @@ from maxds.model import layout
     ("kind", "expected"),
     [
         ("cosine", {0: 0.1, 9: 1.0, 10: 1.0, 60: 0.55, 110: 0.1, 1000: 0.1}),
-        ("wsd", {0: 0.1, 9: 1.0, 10: 1.0, 90: 1.0, 100: 0.55, 110: 0.1, 1000: 0.1}),
+        ("wsd", {0: 0.1, 9: 1.0, 10: 1.0, 90: 1.0, 95: 0.775, 100: 0.55, 110: 0.1, 1000: 0.1}),
+        ("wsd_cosine", {0: 0.1, 90: 1.0, 95: 0.55 + 0.45 * 0.5**0.5, 100: 0.55, 110: 0.1, 1000: 0.1}),
     ],
 )
 def test_learning_rate_warms_up_and_comes_down(kind, expected):
@@ -40,7 +41,7 @@ def test_learning_rate_of_deepseek_v3():
 
 
 def test_learning_rate_without_warm_up_starts_at_its_height():
-    for kind in ("cosine", "wsd", "deepseek_v3"):
+    for kind in ("cosine", "wsd", "wsd_cosine", "deepseek_v3"):
         assert float(optimizer.learning_rate(Optimizer(lr=0.5, lr_schedule=kind), steps=20)(0)) == 0.5
 
 
@@ -102,12 +103,12 @@ def muon():
     return updates(dataclasses.replace(PLAIN, kind="muon"))[0]
 
 
-def orthogonalized(x):
-    """Five steps of Newton-Schulz, as Muon's author published them."""
+def orthogonalized(x, steps=((3.4445, -4.7750, 2.0315),) * 5):
+    """By Newton-Schulz, with the steps that Muon's author published."""
     x = x / np.linalg.norm(x)
-    for _ in range(5):
+    for a, b, c in steps:
         square = x @ x.T
-        x = 3.4445 * x + (-4.7750 * square + 2.0315 * square @ square) @ x
+        x = a * x + (b * square + c * square @ square) @ x
     return x
 
 
@@ -129,6 +130,19 @@ def test_muon_on_a_mesh_is_that_of_one_device(muon):
     for one, other in zip(muon, on_mesh, strict=True):
         for name in MATRICES:
             np.testing.assert_allclose(other[name], one[name], rtol=0, atol=1e-5 * np.abs(one[name]).max())
+
+
+def test_v4_s_muon_takes_the_steps_of_its_paper_which_bring_singular_values_to_one():
+    """V4, eq. 28: eight steps, then two with other coefficients; updates have a root mean square of 0.18."""
+    steps = *((3.4445, -4.7750, 2.0315),) * 8, *((2, -1.5, 0.5),) * 2
+    config = dataclasses.replace(PLAIN, kind="muon", muon_iteration="deepseek_v4", muon_rms=0.18)
+    ((found,), _) = updates(config, steps=1)
+    for name in MATRICES:
+        gradients, moved = (matrices(WEIGHTS[name], x[name]).astype(np.float64) for x in (draw(1), found))
+        expected = -0.18 * max(moved[0].shape) ** 0.5 * orthogonalized(gradients[0], steps)
+        np.testing.assert_allclose(moved[0], expected, rtol=0, atol=1e-5 * np.abs(expected).max(), err_msg=name)
+        sizes = np.linalg.svd(expected, compute_uv=False) / (0.18 * max(expected.shape) ** 0.5)
+        np.testing.assert_allclose(sizes, 1, atol=1e-2, err_msg=name)
 
 
 @pytest.mark.parametrize("name", sorted(MATRICES))
