@@ -7,12 +7,14 @@ import os
 import re
 from pathlib import Path
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
 from maxds import config
 from maxds.data import DataError, load_tokenizer, open_data
-from maxds.data.packing import PackedRows, pack
+from maxds.data.packing import PackedRows, cut, pack
 from maxds.data.sources import Documents, open_documents, stable_hash
 
 EOS = 256  # of the bytes tokenizer
@@ -129,6 +131,30 @@ def test_a_row_fits_together_by_hand():
 def test_what_is_left_of_a_row_is_segment_0_without_targets():
     row = pack([np.array([7, EOS])], 4)
     assert [row[field].tolist() for field in FIELDS] == [[7, EOS, 0, 0], [EOS, -1, -1, -1], [1, 1, 0, 0], [0, 1, 0, 0]]
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 6))
+def test_rows_that_are_cut_are_the_shorter_rows_of_the_same_documents(lengths, length, pieces):
+    documents, members = documents_of(lengths), np.arange(len(lengths))
+    shorter, longer = (PackedRows(documents, members, size, seed=5) for size in (length, pieces * length))
+    for epoch in range(2):
+        for i in range(len(longer)):
+            row = cut({field: a[None] for field, a in longer[epoch * len(longer) + i].items()}, length)
+            assert all(a.dtype == np.int32 for a in row.values())
+            assert np.diff(row["segments"][0]).min(initial=0) >= 0 and row["segments"][0, 0] == 1
+            found = {field: a.reshape(pieces, length) for field, a in row.items()}
+            found["segments"] = found["segments"] - found["segments"][:, :1] + 1  # those of a row are counted on
+            first = epoch * len(shorter) + i * pieces
+            expected = [shorter[first + piece] for piece in range(pieces)]
+            assert_same([{field: a[piece] for field, a in found.items()} for piece in range(pieces)], expected)
+
+
+def test_cuts_count_segments_on_and_positions_anew_and_leave_padding_as_it_is():
+    row = pack([np.array([7, 8, 9, EOS]), np.array([5, EOS]), np.array([1, 2, EOS])], 12)
+    found = cut({field: np.stack([a, a]) for field, a in row.items()}, 3)
+    assert found["segments"].tolist() == 2 * [[1, 1, 1, 2, 3, 3, 4, 4, 4, 0, 0, 0]]
+    assert found["positions"].tolist() == 2 * [[0, 1, 2, 0, 0, 1, 0, 1, 2, 0, 0, 0]]
+    assert found["targets"].tolist() == 2 * [[8, 9, EOS, -1, EOS, -1, 2, EOS, -1, -1, -1, -1]]
 
 
 # ------------------------------------------------------------------------------ order

@@ -44,6 +44,25 @@ def pack(pieces: Iterable[np.ndarray], length: int) -> dict[str, np.ndarray]:
     return row
 
 
+def cut(rows: dict[str, np.ndarray], length: int) -> dict[str, np.ndarray]:
+    """Cuts rows at multiples of `length`: between two of them lies what a row of that length holds.
+
+    Args:
+        rows: int32 [rows, S] each, as of `pack`.
+        length: divides S.
+
+    Returns:
+        int32 [rows, S] each: tokens and targets as they were; `segments`, of which another begins at each cut,
+        numbered through the row; `positions`, counted from their starts.
+    """
+    segments, place = rows["segments"], np.arange(rows["segments"].shape[1], dtype=np.int32)
+    real = segments > 0
+    begins = real & ((np.diff(segments, prepend=0) != 0) | (place % length == 0))
+    start = np.maximum.accumulate(np.where(begins, place, 0), axis=1)
+    numbers = np.cumsum(begins, axis=1, dtype=np.int32)
+    return rows | {"segments": np.where(real, numbers, 0), "positions": np.where(real, place - start, 0)}
+
+
 class PackedRows(grain.MapDataset):
     """The rows of some documents; each epoch concatenates them in an order of its own.
 
