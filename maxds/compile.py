@@ -108,7 +108,7 @@ def examine(
     module = hlo.parse(compiled.as_text() or "")
     network = Network(stepper.mesh, target.chip, module.partitions)
     config, costs = stepper.config, Costs(module, target.chip, target.peak, target.filled)
-    parts = config.optimizer.accumulate_steps if config.data.ramp else None  # of a whole batch
+    parts = config.optimizer.accumulate_steps if config.data.grows else None  # of a whole batch
     walked = timeline.walk(module, costs, network.route, parts)
     found["fit"] = report.fit(fit.of_executable(compiled.memory_analysis(), target.chip.hbm_bytes), module)
     found["cost"] = report.cost(target, module, walked, network)

@@ -220,19 +220,27 @@ class Source:
 
 
 @section
-class SmallerBatch:
-    """A smaller global batch, until so many batches are taken."""
+class Ramp:
+    """A smaller global batch, shorter sequences, or both, until so many batches are taken."""
 
     until_step: int  # batches that a run has gone back past count as taken
-    global_batch: int
+    global_batch: int | None = None  # null: the whole
+    sequence_length: int | None = None  # rows of data.sequence_length are cut into sequences of it; null: the whole
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Those that it sets."""
+        found = {"global_batch": self.global_batch, "sequence_length": self.sequence_length}
+        return {name: size for name, size in found.items() if size is not None}
 
     def __str__(self) -> str:
-        return f"{self.global_batch} until {self.until_step}"
+        return f"{' '.join(f'{name}={size}' for name, size in self.sizes.items())} until {self.until_step}"
 
     def __post_init__(self):
         require(
             (self.until_step > 0, f"until_step={self.until_step} must be positive"),
-            (self.global_batch > 0, f"global_batch={self.global_batch} must be positive"),
+            (len(self.sizes) > 0, f"until_step={self.until_step} without any of global_batch, sequence_length"),
+            *((size > 0, f"{name}={size} must be positive") for name, size in self.sizes.items()),
         )
 
 
@@ -242,8 +250,9 @@ class Data:
     tokenizer: str = "bytes"  # or the path of a Hugging Face tokenizer.json or a SentencePiece .model
     sequence_length: int
     global_batch: int  # sequences in one optimizer step
-    # Smaller batches at first, in the order of steps: of fewer of the parts that optimizer.accumulate_steps makes
-    ramp: tuple[SmallerBatch, ...] = ()
+    # Smaller batches at first, of fewer of the parts that optimizer.accumulate_steps makes, and shorter sequences: one
+    # entry after the other, in the order of steps. Evaluation is of whole sequences
+    ramp: tuple[Ramp, ...] = ()
     eval_fraction: float = 0.0  # share of the documents held out
     workers: int = 4  # reading threads of a process
 
@@ -263,22 +272,45 @@ class Data:
             ),
             *(
                 (
-                    smaller.global_batch < self.global_batch,
-                    f"ramp=[…, {smaller}, …] must be of less than global_batch={self.global_batch}",
+                    size < getattr(self, name),
+                    f"ramp=[…, {entry}, …] must be of less than {name}={getattr(self, name)}",
                 )
-                for smaller in self.ramp
+                for entry in self.ramp
+                for name, size in entry.sizes.items()
+            ),
+            *(
+                (
+                    self.sequence_length % (entry.sequence_length or 1) == 0,
+                    f"ramp=[…, {entry}, …] must be of a length that divides sequence_length={self.sequence_length}",
+                )
+                for entry in self.ramp
             ),
         )
 
+    @property
+    def batch_sizes(self) -> list[int]:
+        """Sequences of a batch, of each entry of `ramp` and of those that follow; cut or not, a row counts as one."""
+        return [*(entry.global_batch or self.global_batch for entry in self.ramp), self.global_batch]
+
     def sequences(self, number: int) -> int:
         """How many the batch of this number, counted from 0, has."""
-        return next((s.global_batch for s in self.ramp if number < s.until_step), self.global_batch)
+        return self.batch_sizes[sum(entry.until_step <= number for entry in self.ramp)]
 
     def sequences_before(self, number: int) -> int:
         """How many all batches before that of this number have."""
-        ends = [0, *(min(s.until_step, number) for s in self.ramp), number]
-        sizes = [*(s.global_batch for s in self.ramp), self.global_batch]
-        return sum((end - begin) * size for (begin, end), size in zip(itertools.pairwise(ends), sizes, strict=True))
+        ends = [0, *(min(entry.until_step, number) for entry in self.ramp), number]
+        spans = zip(itertools.pairwise(ends), self.batch_sizes, strict=True)
+        return sum((end - begin) * size for (begin, end), size in spans)
+
+    @property
+    def grows(self) -> bool:
+        """Whether some batches have fewer sequences."""
+        return min(self.batch_sizes) < self.global_batch
+
+    def length(self, number: int) -> int:
+        """What the sequences of the batch of this number are cut into; `sequence_length` where they are whole."""
+        found = next((entry.sequence_length for entry in self.ramp if number < entry.until_step), None)
+        return found or self.sequence_length
 
 
 @section
@@ -442,11 +474,11 @@ class Config:
             ),
             *(
                 (
-                    parts * smaller.global_batch % data.global_batch == 0,
-                    f"data.ramp=[…, {smaller}, …] is not of whole parts, of data.global_batch={data.global_batch} / "
+                    parts * (entry.global_batch or 0) % data.global_batch == 0,
+                    f"data.ramp=[…, {entry}, …] is not of whole parts, of data.global_batch={data.global_batch} / "
                     f"optimizer.accumulate_steps={parts} sequences",
                 )
-                for smaller in data.ramp
+                for entry in data.ramp
             ),
             (
                 (loss.mtp > 0) == (model.num_nextn_predict_layers > 0),

@@ -2,7 +2,7 @@
 
 A step's number is the count of batches consumed with it: the first step is 1, and a run that resumes after step 100
 goes on with 101. Rates are by all tokens of the global batch, padding included, and by the wall time from one step to
-the next.
+the next; MFU takes a row for one sequence, however it is packed or cut.
 """
 
 import collections
@@ -131,7 +131,7 @@ class Log:
 
         Args:
           step: its number, counted from 1.
-          metrics: what `Stepper.train_step` returns, on the host, and how many `sequences` the batch had.
+          metrics: what `Stepper.train_step` returns, on the host, and how many `sequences`, whole ones, the batch had.
           seconds: wall time since the step before.
         """
         if not self.primary and self._exporter is None:

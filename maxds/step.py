@@ -206,7 +206,7 @@ class Stepper:
 
             shapes = jax.eval_shape(differentiate, weights, bias, jax.tree.map(lambda a: a[0], batches), scales)
             zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
-            if self.config.data.ramp:
+            if self.config.data.grows:
                 grads, aux = lax.fori_loop(0, _filled(batches["segments"]), part_number, zeros)
             else:
                 (grads, aux), _ = lax.scan(part, zeros, batches)

@@ -267,15 +267,26 @@ def test_the_quickstart_needs_no_download_and_no_accelerator():
          "override checkpoint={every_steps: null, rollback_steps: 1}: checkpoint: rollback_steps=1 needs checkpoints "
          "to go back to; set every_steps or every_minutes"),
         (["data.ramp=[{until_step: 9, global_batch: 16}]"],
-         "override data.ramp=[{until_step: 9, global_batch: 16}]: data: ramp=[…, 16 until 9, …] must be of less than "
-         "global_batch=16"),
+         "override data.ramp=[{until_step: 9, global_batch: 16}]: data: ramp=[…, global_batch=16 until 9, …] must be "
+         "of less than global_batch=16"),
+        (["data.ramp=[{until_step: 9, sequence_length: 256}]"],
+         "override data.ramp=[{until_step: 9, sequence_length: 256}]: data: ramp=[…, sequence_length=256 until 9, …] "
+         "must be of less than sequence_length=256"),
+        (["data.ramp=[{until_step: 9, global_batch: 8, sequence_length: 48}]"],
+         "override data.ramp=[{until_step: 9, global_batch: 8, sequence_length: 48}]: data: ramp=[…, global_batch=8 "
+         "sequence_length=48 until 9, …] must be of a length that divides sequence_length=256"),
+        (["data.ramp=[{until_step: 9, sequence_length: 0}]"],
+         "override data.ramp=[{until_step: 9, sequence_length: 0}]: data.ramp[0]: sequence_length=0 must be positive"),
+        (["data.ramp=[{until_step: 9}]"],
+         "override data.ramp=[{until_step: 9}]: data.ramp[0]: until_step=9 without any of global_batch, "
+         "sequence_length"),
         (["data.ramp=[{until_step: 9, global_batch: 8}, {until_step: 9, global_batch: 8}]",
           "optimizer.accumulate_steps=2"],
          "override data.ramp=[{until_step: 9, global_batch: 8}, {until_step: 9, global_batch: 8}]: data: ramp=[…, "
-         "8 until 9, 8 until 9, …] is not in the order of steps"),
+         "global_batch=8 until 9, global_batch=8 until 9, …] is not in the order of steps"),
         (["data.ramp=[{until_step: 9, global_batch: 4}]", "optimizer.accumulate_steps=2"],
-         "override data.ramp=[{until_step: 9, global_batch: 4}]: data.ramp=[…, 4 until 9, …] is not of whole parts, of "
-         "data.global_batch=16 / optimizer.accumulate_steps=2 sequences"),
+         "override data.ramp=[{until_step: 9, global_batch: 4}]: data.ramp=[…, global_batch=4 until 9, …] is not of "
+         "whole parts, of data.global_batch=16 / optimizer.accumulate_steps=2 sequences"),
         (["data.sources=[{kind: tfds}]"], "override data.sources=[{kind: tfds}]: data.sources[0]: kind=tfds needs a "
                                           "path"),
     ],

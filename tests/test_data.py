@@ -185,18 +185,23 @@ def test_the_processes_parts_make_up_the_same_global_batch(processes):
         assert_same(joined, take(batches(0, 0, 1), 8))
 
 
-RAMP = (config.SmallerBatch(until_step=2, global_batch=2), config.SmallerBatch(until_step=5, global_batch=4))
+RAMP = (
+    config.Ramp(until_step=2, global_batch=2, sequence_length=4),
+    config.Ramp(until_step=5, global_batch=4),
+    config.Ramp(until_step=7, sequence_length=8),
+)
 
 
 @pytest.mark.parametrize("start", [0, 1, 2, 4, 7])
-def test_a_ramp_s_batches_are_the_rows_one_after_another(start):
-    sizes = [2, 2, 4, 4, 4, 6, 6, 6, 6, 6]
+def test_a_ramp_s_batches_are_the_rows_one_after_another_cut_as_it_says(start):
+    sizes, lengths = [2, 2, 4, 4, 4, 6, 6, 6, 6, 6], {0: 4, 1: 4, 5: 8, 6: 8}
     ends = np.cumsum(sizes)
     rows = take(opened(global_batch=1).batches(), ends[-1])
     expected = [
         {f: np.concatenate([row[f] for row in rows[end - size : end]]) for f in FIELDS}
         for size, end in zip(sizes, ends, strict=True)
     ]
+    expected = [cut(batch, lengths[i]) if i in lengths else batch for i, batch in enumerate(expected)]
     data = opened(global_batch=6, ramp=RAMP)
     assert_same(take(data.batches(start), 10 - start), expected[start:])
     shares = [take(data.batches(start, p, 2), 10 - start) for p in range(2)]
@@ -204,6 +209,11 @@ def test_a_ramp_s_batches_are_the_rows_one_after_another(start):
         assert len(one["tokens"]) == len(other["tokens"])
         found = np.concatenate([one["tokens"], other["tokens"]])
         assert sorted(found.tolist()) == sorted(whole["tokens"].tolist())
+
+
+def test_a_ramp_leaves_evaluation_as_it_is():
+    ramped, even = (opened(global_batch=6, ramp=ramp, eval_fraction=0.3) for ramp in (RAMP, ()))
+    assert_same(ramped.eval_batches(5), even.eval_batches(5))
 
 
 def test_the_sequences_before_a_batch_are_those_of_all_before_it():
@@ -652,7 +662,9 @@ def test_the_fingerprint_changes_with_whatever_changes_the_batches(corpus, huggi
         fingerprint(seed=1),
         fingerprint(sequence_length=8),
         fingerprint(global_batch=2),
-        fingerprint(ramp=(config.SmallerBatch(until_step=2, global_batch=2),)),
+        fingerprint(ramp=(config.Ramp(until_step=2, global_batch=2),)),
+        fingerprint(ramp=(config.Ramp(until_step=2, sequence_length=2),)),
+        fingerprint(ramp=(config.Ramp(until_step=2, global_batch=2, sequence_length=2),)),
         fingerprint(eval_fraction=0.1),
         fingerprint(tokenizer=str(hugging_face)),
         fingerprint(weight=2.0),
@@ -669,6 +681,11 @@ def test_the_fingerprint_changes_with_whatever_changes_the_batches(corpus, huggi
     renamed.rename(file)
     os.utime(file, (0, 0))
     assert seen[0] == fingerprint() == fingerprint(workers=7)
+
+
+def test_fingerprints_in_checkpoints_of_earlier_versions_hold():
+    assert opened().fingerprint.startswith("75ce44dc7b4cf9b5")
+    assert opened(ramp=(config.Ramp(until_step=2, global_batch=2),)).fingerprint.startswith("12b0bb9bcc648bb9")
 
 
 def test_the_fingerprint_does_not_depend_on_where_the_files_are(corpus):

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from maxds.aot import remedies, topology
-from maxds.config import SmallerBatch
+from maxds.config import Ramp
 
 CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 4)  # host memory moves 1 GB/s
 PEAK = 1e12
@@ -120,7 +120,8 @@ def test_where_nothing_suffices_nothing_is_said():
 
 def test_more_parts_leave_whole_ones_to_the_batches_of_a_ramp():
     config = tiny.config()
-    data = dataclasses.replace(config.data, global_batch=24, ramp=(SmallerBatch(until_step=9, global_batch=8),))
+    ramp = Ramp(until_step=9, global_batch=8), Ramp(until_step=11, sequence_length=4)
+    data = dataclasses.replace(config.data, global_batch=24, ramp=ramp)
     parts = dataclasses.replace(config.optimizer, accumulate_steps=3)
     found = remedies._parts(tiny.stepper(dataclasses.replace(config, data=data, optimizer=parts)))
     assert [setting["optimizer"]["accumulate_steps"] for setting in found] == [6, 12, 24]

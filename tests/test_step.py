@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -12,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from maxds import mesh as mesh_lib
 from maxds import optimizer, step
-from maxds.config import LossChange, Mesh, SmallerBatch
+from maxds.config import LossChange, Mesh, Ramp
+from maxds.data import open_data
 from maxds.model import layout, moe
 
 CONFIG = tiny.config(tiny.V3, "batch_split", (2, 2, 2), optimizer={"skip_spike": 100.0, "clip": None})
@@ -134,7 +136,7 @@ def test_a_probe_reports_the_gradient_of_its_term_and_changes_nothing(term):
 def test_a_smaller_batch_of_a_ramp_takes_fewer_parts_and_is_what_it_is_alone():
     rows = {name: a[:8] for name, a in tiny.batch().items()}
     whole = tiny.config(tiny.V2_LITE, mesh=(1, 2, 2), optimizer={"accumulate_steps": 4})
-    data = dataclasses.replace(whole.data, ramp=(SmallerBatch(until_step=9, global_batch=8),))
+    data = dataclasses.replace(whole.data, ramp=(Ramp(until_step=9, global_batch=8),))
     alone = tiny.config(tiny.V2_LITE, mesh=(1, 2, 2), optimizer={"accumulate_steps": 2})
     alone = dataclasses.replace(alone, data=dataclasses.replace(alone.data, global_batch=8))
 
@@ -145,6 +147,32 @@ def test_a_smaller_batch_of_a_ramp_takes_fewer_parts_and_is_what_it_is_alone():
             return tiny.loss_and_grads(config)(weights, bias, s.batch(rows), s.training)
 
     jax.tree.map(np.testing.assert_array_equal, learned(dataclasses.replace(whole, data=data)), learned(alone))
+
+
+def test_sequences_that_a_ramp_cuts_are_learned_as_rows_of_their_length():
+    """But for the balance loss, which is of a row."""
+    config, pieces = tiny.config(tiny.V2_LITE), 3
+    config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, balance=0.0))
+
+    def with_data(**changes):
+        return dataclasses.replace(config, data=dataclasses.replace(config.data, **changes))
+
+    length = tiny.LENGTH // pieces
+    whole = with_data(ramp=(Ramp(until_step=3, sequence_length=length),))
+    alone = with_data(sequence_length=length, global_batch=pieces * tiny.ROWS)
+    cut = list(itertools.islice(open_data(whole.data, tiny.V3.vocab_size, 0, None).batches(), 3))
+    shorter = [{name: a.reshape(-1, length) for name, a in batch.items()} for batch in cut]
+
+    def learned(config, batches):
+        s, state, terms = tiny.stepper(config), tiny.state(config), []
+        for batch in batches:
+            state, metrics = s.train(state, s.batch(batch), s.training)
+            terms.append(metrics["terms"])
+        return jax.device_get(terms)
+
+    found, expected = learned(whole, cut), learned(alone, shorter)
+    assert found[2]["main"] < found[0]["main"]
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), found, expected)
 
 
 @pytest.mark.parametrize(("filled", "expected"), [((), 0), ((2,), 3), ((0, 1), 2)])

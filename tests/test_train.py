@@ -188,14 +188,15 @@ def test_changed_data_is_refused(straight):
         run(straight, "steps=13", "data.sources=[{kind: synthetic, documents: 100}]")
 
 
-RAMP = ["optimizer.accumulate_steps=2", "data.ramp=[{until_step: 3, global_batch: 8}]", PLAIN, "steps=6"]
+RAMP = ["optimizer.accumulate_steps=2", "data.ramp=[{until_step: 3, global_batch: 8, sequence_length: 16}]"]
+RAMP += [PLAIN, "steps=6"]
 
 
-def test_a_run_whose_batches_grow_resumes_to_the_bit(tmp_path, monkeypatch):
+def test_a_run_whose_batches_and_sequences_grow_resumes_to_the_bit(tmp_path, monkeypatch):
     straight, interrupted = tmp_path / "straight", tmp_path / "interrupted"
     assert run(straight, *RAMP) == 0
     rows = [json.loads(line) for line in (straight / "metrics.jsonl").read_text().splitlines()]
-    assert [row["sequences"] for row in rows] == [8, 8, 8, 16, 16, 16]
+    assert [row["sequences"] for row in rows] == [8, 8, 8, 16, 16, 16]  # rows, cut or not
     assert run(interrupted, *RAMP, stop_after=2, monkeypatch=monkeypatch) == 3
     assert run(interrupted, *RAMP) == 0
     assert losses(interrupted) == losses(straight)

@@ -94,7 +94,7 @@ def _parts(stepper: Stepper) -> Iterator[Setting]:
     parts, data = stepper.config.optimizer.accumulate_steps, stepper.config.data
     rows = data.global_batch // stepper.mesh.size // stepper.network.microbatches
     for more in range(parts + 1, rows + 1):
-        if rows % more == 0 and all(more * smaller.global_batch % data.global_batch == 0 for smaller in data.ramp):
+        if rows % more == 0 and all(more * size % data.global_batch == 0 for size in data.batch_sizes):
             yield {"optimizer": {"accumulate_steps": more}}
 
 

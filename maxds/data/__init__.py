@@ -20,7 +20,7 @@ from etils import epath
 
 from maxds import config as config_lib
 from maxds.data.error import DataError
-from maxds.data.packing import PackedRows
+from maxds.data.packing import PackedRows, cut
 from maxds.data.sources import Documents, open_documents, reach_source, stable_hash
 from maxds.data.tokenizer import Tokenizer, classes, load_tokenizer
 
@@ -37,7 +37,7 @@ class Data:
     """Batches of packed rows, as this process's share of them.
 
     A batch holds int32 [global_batch / process_count, sequence_length] `tokens`, `targets` (-1: none),
-    `segments` and `positions`; `packing.pack` describes them. Those of a ramp hold fewer rows.
+    `segments` and `positions`; `packing.pack` describes them. Those of a ramp hold fewer rows, or rows that are cut.
     """
 
     fingerprint: str  # of everything that determines the batches
@@ -55,11 +55,16 @@ class Data:
             DataError: global_batch is not divisible by process_count.
         """
         config = self._config
-        unit = math.gcd(config.global_batch, *(smaller.global_batch for smaller in config.ramp))
+        unit = math.gcd(*config.batch_sizes)
         first = config.sequences_before(start_step) // unit
         units = self._read(self._train, unit, slice(first, None), process_index, process_count)
-        counts = (config.sequences(number) // unit for number in itertools.count(start_step))
-        return (_joined(list(itertools.islice(units, count))) for count in counts)
+
+        def batch(number: int) -> Batch:
+            joined = _joined(list(itertools.islice(units, config.sequences(number) // unit)))
+            length = config.length(number)
+            return joined if length == config.sequence_length else cut(joined, length)
+
+        return map(batch, itertools.count(start_step))
 
     def eval_batches(self, count: int, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
         """Returns an iterator over the first `count` batches of held-out documents, which no seed changes.
@@ -181,6 +186,7 @@ def _fingerprint(config: config_lib.Data, tokenizer: Tokenizer, sources: list[Do
     weighted = [(documents.digest, source.weight) for documents, source in zip(sources, config.sources, strict=True)]
     sizes = [config.sequence_length, config.global_batch, config.eval_fraction]
     if config.ramp:
-        sizes.append([[smaller.until_step, smaller.global_batch] for smaller in config.ramp])
+        # An entry without a length is as it was before entries could have one.
+        sizes.append([[e.until_step, e.global_batch, *filter(None, [e.sequence_length])] for e in config.ramp])
     decisive = json.dumps([_ORDER_VERSION, seed, tokenizer.digest, sizes, weighted])
     return hashlib.sha256(decisive.encode()).hexdigest()
