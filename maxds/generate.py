@@ -43,11 +43,8 @@ def encode(model: Model, tokenizer: Tokenizer, sample: Sample) -> np.ndarray:
     """The prompt's tokens, int32 [tokens].
 
     Raises:
-      UseError: the model does not know a token, has not as many positions as the prompt and what is to follow, or
-        cannot generate.
+      UseError: the model does not know a token, or has not as many positions as the prompt and what is to follow.
     """
-    if model.engram_layer_ids:
-        raise UseError("models with model.engram_layer_ids cannot generate text yet: train, evaluate and score them")
     prompt = tokenizer.encode(sample.prompt)
     length, limit = len(prompt) + sample.tokens, model.max_position_embeddings
     if length > limit:

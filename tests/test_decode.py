@@ -27,6 +27,8 @@ MODELS = {
     "v4": dataclasses.replace(
         tiny.V4, num_hidden_layers=5, compress_ratios=(0, 4, 3, 4, 3), hc_mult=2, max_position_embeddings=32
     ),
+    "engrams": dataclasses.replace(tiny.ENGRAM, **SHORT),
+    "engram_and_hyper_connections": dataclasses.replace(tiny.ENGRAM_HYPER, **SHORT),
     "yarn_and_tied_embeddings": dataclasses.replace(V2_LITE, rope_scaling=YARN, tie_word_embeddings=True),
 }
 LENGTHS = np.array([5, 3, 1, 4], np.int32)  # of the prompts: rows need not agree
@@ -134,9 +136,10 @@ def test_prompts_run_in_float8_if_the_model_was_trained_so():
     assert np.isfinite(found).all()
 
 
-def test_logits_do_not_depend_on_the_mesh():
+@pytest.mark.parametrize("name", ["v3", "engrams"])
+def test_logits_do_not_depend_on_the_mesh(name):
     np.testing.assert_allclose(
-        decoder("v3", (1, 2, 2))(TOKENS, LENGTHS)[0], decoder("v3")(TOKENS, LENGTHS)[0], atol=1e-4, rtol=0
+        decoder(name, (1, 2, 2))(TOKENS, LENGTHS)[0], decoder(name)(TOKENS, LENGTHS)[0], atol=1e-4, rtol=0
     )
 
 

@@ -16,11 +16,9 @@ from maxds import data, describe, flops, loader, mesh, optimizer, params, step, 
 from maxds.config import Config, Optimizer
 from maxds.data import DataError
 from maxds.data.packing import pack
-from maxds.generate import encode
 from maxds.hf import settings
 from maxds.hf.files import FormatError
 from maxds.model import engram, layout, residual
-from maxds.trained import UseError
 
 CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 MODELS = {"one stream": tiny.ENGRAM, "hyper-connections": tiny.ENGRAM_HYPER}
@@ -238,10 +236,7 @@ def test_keys_and_values_of_what_is_looked_up_are_flops():
 # --------------------------------------------------------------------------------- what is refused
 
 
-def test_generating_and_converting_are_refused():
-    sample = tiny.config_lib.Sample(prompt="a")
-    with pytest.raises(UseError, match=r"models with model.engram_layer_ids cannot generate text yet"):
-        encode(tiny.ENGRAM, data.load_tokenizer("bytes"), sample)
+def test_converting_is_refused():
     with pytest.raises(FormatError, match=r"model.engram_layer_ids=\[0, 1\]: Engram is not converted yet"):
         settings.write(tiny.ENGRAM, "float32", None)
 

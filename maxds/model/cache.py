@@ -7,17 +7,21 @@ V4's attention (`Recent`) needs the keys of its window, the entries of what is c
 whole yet what its entry will be made of. So it grows with S / ratio, and not with S.
 
 Both are of sequences that begin at their rows' first position, and in the compute dtype.
+
+An Engram (`Echoes`) needs the tokens of the n-grams that are to come, and what its convolution reaches back to.
 """
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from maxds.architecture import OVERLAPPED, Model
-from maxds.model import attention, compressed, indexer, kernels, ops, residual, window
+from maxds.model import attention, compressed, engram, indexer, kernels, ops, residual, window
 from maxds.model.deepseek import Context
 from maxds.model.residual import Stream
 from maxds.params import Tree
@@ -45,6 +49,13 @@ def empty(c: Model, ratio: int | None, layers: int, sequences: int, size: int) -
         index=pool(c.index_head_dim) if ratio == OVERLAPPED else None,
         ratio=ratio,
     )
+
+
+def silence(c: Model, sequences: int) -> "Echoes":
+    """The cache of an Engram of sequences that have not begun."""
+    reach = (c.engram_kernel_size - 1) * c.engram_max_ngram_size
+    tokens = jnp.zeros((sequences, c.engram_max_ngram_size - 1), jnp.int32)
+    return Echoes(tokens, jnp.zeros((sequences, c.hc_mult or 1, reach, c.hidden_size)))
 
 
 # --------------------------------------------------------------------------------------------- latents
@@ -192,3 +203,45 @@ def _last(x: jax.Array, lengths: jax.Array, size: int) -> jax.Array:
     last = lengths[:, None] - 1
     places = jnp.maximum(last - (last - jnp.arange(size)) % size, 0)
     return jnp.take_along_axis(x, places[..., None], axis=1)
+
+
+# ------------------------------------------------------------------------------------------------ Engram
+
+LookUp = Callable[[jax.Array, jax.Array], jax.Array]
+"""(tokens [B s], segments [B s]) -> what an Engram has of them, [B s engram_dim]."""
+
+
+@flax.struct.dataclass
+class Echoes:
+    """Of an Engram, of B sequences: the last of what it reaches back to, in order."""
+
+    tokens: jax.Array  # [B N-1] int32, of N-grams
+    fed: jax.Array  # [B n T D] float32: as `engram.admit`
+
+    def prefill(self, c: Model, w: engram.Engram, x: Stream, context: Context, look_up: LookUp):
+        """As `engram.remember`, for prompts; and the cache with them."""
+        tokens, segments = context.tokens, context.segments
+        gated, fed = engram.admit(c, w, x, look_up(tokens, segments))
+        convolved, lengths = engram.convolve(c, w.conv, fed, segments), jnp.sum(segments, axis=1)
+        kept = _end(tokens, lengths, self.tokens.shape[1], 1), _end(fed, lengths, self.fed.shape[2], 2)
+        return engram.add(x, gated, convolved), Echoes(*kept)
+
+    def step(self, c: Model, w: engram.Engram, x: Stream, context: Context, look_up: LookUp):
+        """The same for one more token of each sequence."""
+
+        def begun(size: int) -> jax.Array:
+            """Of the last `size` positions, which there are: [B size]."""
+            return (context.positions + jnp.arange(1 - size, 1) >= 0).astype(jnp.int32)
+
+        tokens = jnp.concatenate([self.tokens, context.tokens], axis=1)
+        gated, fed = engram.admit(c, w, x, look_up(tokens, begun(tokens.shape[1]))[:, -1:])
+        fed = jnp.concatenate([self.fed, fed], axis=2)
+        convolved = engram.convolve(c, w.conv, fed, begun(fed.shape[2]))[:, :, -1:]
+        return engram.add(x, gated, convolved), Echoes(tokens[:, 1:], fed[:, :, 1:])
+
+
+def _end(x: jax.Array, lengths: jax.Array, size: int, axis: int) -> jax.Array:
+    """Of rows [B …], what lies in front of each length [B]: `size` along an axis; zeros before the start."""
+    pad = [(0, 0)] * x.ndim
+    pad[axis] = (size, 0)
+    return jax.vmap(lambda row, n: lax.dynamic_slice_in_dim(row, n, size, axis - 1))(jnp.pad(x, pad), lengths)

@@ -13,16 +13,17 @@ from jax import lax
 
 from maxds.mesh import AXES
 from maxds.model import cache as cache_lib
-from maxds.model import deepseek, layout, ops, residual
+from maxds.model import deepseek, engram, layout, ops, residual
 from maxds.model.deepseek import Network, Outer
 from maxds.model.layout import Weights
 from maxds.params import Tree
 from maxds.schedule import Given, Member
 
 Cache = dict[str, list[Any]]
-"""Stack -> of each kind of its layers, what `cache.empty` makes."""
-Attend = Callable[[Any, Tree, Any, Any, jax.Array], tuple[Any, Any]]
-"""(cache of a kind, weights of attention, stream, context, which of the kind's layers) -> (stream, cache)."""
+"""Stack -> of each kind of its layers, what `cache.empty` makes; and `engram_LAYER` -> what `cache.silence` makes."""
+Advance = Callable[[Any, Tree, Any, Any, Any], tuple[Any, Any]]
+"""(cache, weights, stream, context, …) -> (stream, cache): of attention, and which of a kind's layers it is; or of an
+Engram, and its `LookUp`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Decoder:
     stacks: dict[str, list[tuple[Tree, Tree]]]  # by kind of layer: shards, and these quantized, once for all tokens
     bias: dict[str, jax.Array]  # as `layout.router_bias`
     outer: Outer  # as `Network.outer`: gathered once, not for every token
+    engrams: dict[int, tuple[jax.Array, engram.Engram]]  # by layer: its table's shard, and the rest, gathered so too
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, size: int) -> tuple[jax.Array, Cache]:
         """Runs prompts through the model.
@@ -49,10 +51,10 @@ class Decoder:
         segments = (positions < lengths[:, None]).astype(jnp.int32)
         batch = {"tokens": tokens, "positions": positions, "segments": segments}
 
-        def attend(cache, w, x, context, i):
-            return cache.prefill(self.network.model, w, x, context, i)
+        def advance(cache, *given):
+            return cache.prefill(self.network.model, *given)
 
-        h, cache = self._layers(batch, self._empty(len(tokens), size), attend)
+        h, cache = self._layers(batch, self._empty(len(tokens), size), advance)
         last = jnp.maximum(lengths - 1, 0)[:, None, None]
         return self._logits(jnp.take_along_axis(h, last, axis=1)[:, 0]), cache
 
@@ -71,10 +73,10 @@ class Decoder:
         batch = {"tokens": tokens, "positions": positions, "segments": active.astype(jnp.int32)}
         batch = {name: of_rows[:, None] for name, of_rows in batch.items()}
 
-        def attend(cache, w, x, context, i):
-            return cache.step(self.network.model, w, x, context, i)
+        def advance(cache, *given):
+            return cache.step(self.network.model, *given)
 
-        h, cache = self._layers(batch, cache, attend)
+        h, cache = self._layers(batch, cache, advance)
         return self._logits(h[:, 0]), cache
 
     def generate(self, tokens: jax.Array, lengths: jax.Array, count: int, pick: Callable, eos: int | None) -> jax.Array:
@@ -114,20 +116,34 @@ class Decoder:
             name: [cache_lib.empty(c, kind.ratio, stack.count, sequences, size) for kind in stack.kinds]
             for name, stack in layout.stacks(c).items()
         }
-        return jax.tree.map(lambda a: a.astype(dtype), found)
+        found = jax.tree.map(lambda a: a.astype(dtype), found)
+        return found | {f"engram_{i}": [cache_lib.silence(c, sequences)] for i in c.engram_layer_ids}
 
-    def _layers(self, batch: dict, cache: Cache, attend: Attend) -> tuple[jax.Array, Cache]:
+    def _layers(self, batch: dict, cache: Cache, advance: Advance) -> tuple[jax.Array, Cache]:
         """Embedding and all layers on int32 [B s] `tokens`, `positions`, `segments` -> [B s D]."""
         x, caches = self.network.enter(self.outer.embed, batch["tokens"]), {}
         context = self.network.context(batch)
         for name, stack in layout.stacks(self.network.model).items():
+            if stack.engram is not None:
+                x, caches[f"engram_{stack.engram}"] = self._remember(stack.engram, cache, x, context, advance)
             members = self.network.members(stack, self.network.declared.stack(name))
             of_turns = self.stacks[name], stack.split(self.bias.get(name)), jnp.arange(stack.count)
-            body = self._one_turn(members, context, attend)
+            body = self._one_turn(members, context, advance)
             (x, caches[name]), _ = lax.scan(body, (x, cache[name]), of_turns)
         return residual.leave(self.network.model, self.outer.hyper, x), caches
 
-    def _one_turn(self, members: list[Member], context: deepseek.Context, attend: Attend) -> Callable:
+    def _remember(self, layer: int, cache: Cache, x: residual.Stream, context: deepseek.Context, advance: Advance):
+        """The stream with what the Engram of a layer adds to it, and its cache."""
+        table, w = self.engrams[layer]
+
+        def look_up(tokens: jax.Array, segments: jax.Array) -> jax.Array:
+            sought = dataclasses.replace(context, tokens=tokens, segments=segments)
+            return self.network.look_up(layer, table, self.bias["engrams"], [sought])[0]
+
+        x, echoes = advance(cache[f"engram_{layer}"][0], w, x, context, look_up)
+        return x, [echoes]
+
+    def _one_turn(self, members: list[Member], context: deepseek.Context, advance: Advance) -> Callable:
         """The scan body of one stack: layers' stages, but for the first, whose place attention to the cache takes."""
 
         def body(carry, of_turn):
@@ -135,7 +151,7 @@ class Decoder:
             written = []
             for member, cache, shards, bias in zip(members, caches, stored, biases, strict=True):
                 w = member.exchange.gather(*shards)
-                x, cache = attend(cache, w["attention"], x, context, i)
+                x, cache = advance(cache, w["attention"], x, context, i)
                 for stage in member.layer.stages[1:]:
                     x, _ = stage(w[stage.name], x, Given(bias, context))
                 x = member.layer.combine(x)
@@ -156,7 +172,9 @@ def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Deco
         members = network.members(stack, network.declared.stack(name))
         shards = stack.turns(weights.stack(name))
         stored[name] = [(s, jax.vmap(m.exchange.quantize)(s)) for s, m in zip(shards, members, strict=True)]
-    return Decoder(network, stored, bias, network.outer(weights))
+    engrams = {i: weights.engrams[str(i)] for i in c.engram_layer_ids}
+    gathered = {i: (w.table, network.fetch_engram(i, w)) for i, w in engrams.items()}
+    return Decoder(network, stored, bias, network.outer(weights), gathered)
 
 
 def _anywhere(active: jax.Array) -> jax.Array:

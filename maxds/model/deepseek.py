@@ -151,7 +151,10 @@ class Network:
         """All layers of the main model on microbatches -> streams before the final norm, stack -> what was seen."""
         contexts = [self.context(b) for b in batches]
         xs, seen = [self.enter(table, b["tokens"]) for b in batches], {}
-        found = {i: self.look_up(i, weights, bias["engrams"], contexts) for i in self.model.engram_layer_ids}
+        found = {
+            i: self.look_up(i, weights.engrams[str(i)].table, bias["engrams"], contexts)
+            for i in self.model.engram_layer_ids
+        }
         for name, stack in layout.stacks(self.model).items():
             if stack.engram is not None:
                 xs = self.remember(stack.engram, weights, xs, found[stack.engram], contexts)
@@ -160,24 +163,23 @@ class Network:
                 xs, seen[name] = chain(weights.stack(name), bias.get(name), xs, contexts)
         return xs, contexts, seen
 
-    def look_up(self, layer: int, weights: Weights, classes: jax.Array, contexts: Sequence[Context]) -> list[jax.Array]:
-        """What the Engram of a layer has of the tokens of each microbatch, [B S engram_dim]."""
-        c, precision, name = self.model, self.config.precision, str(layer)
+    def look_up(self, layer: int, table: jax.Array, classes: jax.Array, contexts: Sequence[Context]) -> list[jax.Array]:
+        """What the Engram of a layer has of the tokens of each microbatch, [B S engram_dim], in its table's shards."""
+        c, precision = self.model, self.config.precision
         dtypes = jnp.dtype(precision.compute), jnp.dtype(precision.reduce_dcn)
         traffic = tables.Traffic(self.config.schedule.capacity, *dtypes)
         tokens, segments = (jnp.concatenate([getattr(x, k) for x in contexts]) for k in ("tokens", "segments"))
         with jax.named_scope("look_up"):
             rows = engram.rows(c, layer, classes, tokens, segments)
             wanted = jnp.broadcast_to(segments[..., None] > 0, rows.shape)
-            found = tables.look_up(weights.engrams[name].table, rows, wanted, traffic)
+            found = tables.look_up(table, rows, wanted, traffic)
             return jnp.split(found.reshape(*tokens.shape, c.engram_dim), len(contexts))
 
     def remember(self, layer: int, weights: Weights, xs, found, contexts) -> list[Stream]:
         """The streams of all microbatches with what the Engram of a layer adds to them. Only its input is kept."""
-        exchange = self.exchange(_without_table(self.declared.engrams[str(layer)]))
 
         def run(shards, xs, found):
-            w = exchange.fetch(shards, exchange.quantize(shards))
+            w = self.fetch_engram(layer, shards)
             each = zip(xs, found, contexts, strict=True)
             return [engram.remember(self.model, w, x, of_x, context.segments) for x, of_x, context in each]
 
@@ -185,6 +187,12 @@ class Network:
         policy = schedule.recompute_nothing if everything else None
         with jax.named_scope("engram"):
             return jax.checkpoint(run, policy=policy)(_without_table(weights.engrams[str(layer)]), xs, found)
+
+    def fetch_engram(self, layer: int, weights: engram.Engram) -> engram.Engram:
+        """The weights of a layer's Engram, gathered, but for its table, which stays where it is."""
+        exchange = self.exchange(_without_table(self.declared.engrams[str(layer)]))
+        shards = _without_table(weights)
+        return exchange.fetch(shards, exchange.quantize(shards))
 
     def tapes(self, weights: Weights, bias: dict, batch: dict) -> dict[str, list[schedule.Tape]]:
         """Stack -> what each kind of layer could hand to its backward pass, of one microbatch twice: for its shapes."""

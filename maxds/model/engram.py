@@ -171,6 +171,12 @@ def _modulo(x: Wide, prime: int) -> jax.Array:
 
 def remember(c: Model, w: Engram, x: Stream, found: jax.Array, segments: jax.Array) -> Stream:
     """The streams, each with as much of what was looked up, [B S engram_dim], as its gate lets in."""
+    gated, fed = admit(c, w, x, found)
+    return add(x, gated, convolve(c, w.conv, fed, segments))
+
+
+def admit(c: Model, w: Engram, x: Stream, found: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What the gate of each stream lets in, and that as it is fed to the convolution: [B n S D] float32."""
     h, eps = residual.streams(x), c.rms_norm_eps
 
     def norm(x: jax.Array, scale: jax.Array) -> jax.Array:
@@ -181,11 +187,16 @@ def remember(c: Model, w: Engram, x: Stream, found: jax.Array, segments: jax.Arr
     gate = jax.nn.sigmoid(jnp.sign(match) * jnp.sqrt(jnp.maximum(jnp.abs(match), 1e-6)))
     value = matmul("bse,ed->bsd", found, w.value)
     gated = gate[..., None] * value[:, None].astype(jnp.float32)
-    made = gated + jax.nn.silu(_convolve(c, w.conv, norm(gated, w.conv_norm), segments))
-    return residual.with_streams(x, h + made.astype(h.dtype))
+    return gated, norm(gated, w.conv_norm)
 
 
-def _convolve(c: Model, kernel: jax.Array, x: jax.Array, segments: jax.Array) -> jax.Array:
+def add(x: Stream, gated: jax.Array, convolved: jax.Array) -> Stream:
+    """The streams with what was let in and what `convolve` has made of it."""
+    h = residual.streams(x)
+    return residual.with_streams(x, h + (gated + jax.nn.silu(convolved)).astype(h.dtype))
+
+
+def convolve(c: Model, kernel: jax.Array, x: jax.Array, segments: jax.Array) -> jax.Array:
     """Of each channel over the tokens of a document [B n S D], as far apart as the longest n-gram is long."""
     total = jnp.zeros_like(x)
     for i, weights in enumerate(kernel[::-1]):

@@ -28,7 +28,7 @@ from maxds.config import Config
 ROOT = Path(__file__).parents[2]
 SMOOTHED = 10  # steps
 TOP = 3.5  # of the picture, in nats: above it all models are alike
-COMMON = "model.num_nextn_predict_layers=0 loss.mtp=0 sample=null"  # a model with Engram cannot generate
+COMMON = "model.num_nextn_predict_layers=0 loss.mtp=0 sample=null"
 
 INDEXER = "model.index_n_heads=4 model.index_head_dim=32 loss.indexer=0.01"
 NO_LATENT = (
