@@ -145,8 +145,8 @@ class Model:
             ),
             (
                 self.hc_sinkhorn_iters is not None or (self.hc_mult or 0) <= MOST_PERMUTED,
-                f"hc_mult={self.hc_mult} streams have {math.factorial(self.hc_mult or 0):,} permutations; with "
-                f"hc_sinkhorn_iters null there may be {MOST_PERMUTED} streams at most",
+                f"hc_mult={self.hc_mult} streams have too many permutations; with hc_sinkhorn_iters null there may be "
+                f"{MOST_PERMUTED} streams at most",
             ),
             (self.hc_eps > 0, f"hc_eps={self.hc_eps} must be positive"),
         )

@@ -234,7 +234,13 @@ def use_log(folder):
 
 
 SMALL = dataclasses.replace(tiny.V3, vocab_size=257, num_hidden_layers=2, n_routed_experts=4, n_group=1, topk_group=1)
-SMALL_V4 = dataclasses.replace(tiny.V4, vocab_size=257, intermediate_size=0)
+SMALL_V4 = dataclasses.replace(
+    tiny.V4,
+    vocab_size=257,
+    intermediate_size=0,
+    compress_ratios=(*tiny.V4.compress_ratios, 0),
+    num_nextn_predict_layers=1,
+)
 
 
 def make_hf(folder, model=SMALL):
@@ -338,6 +344,11 @@ FOUND = [
     ("tensors", {files.INDEX: b'{"weight_map": {"a": ["b"]}}'}, "cannot be read (TypeError("),
     ("tensors", {"model-00001-of-00001.safetensors": mutated.tensors(b"-1")}, "its header is no JSON object"),
     ("tensors", {"model-00001-of-00001.safetensors": mutated.tensors(b"{}") + b"1"}, "end at 10 of 11 bytes"),
+    (
+        "tensors",
+        {"model-00001-of-00001.safetensors": mutated.tensors(b'{"\xed\xa0\x80": 1}')},
+        "'utf-8' codec can't decode",
+    ),
 ]
 ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 FOUND += [
@@ -359,6 +370,7 @@ CHANGED_KEYS = [
     ("config_json_v4", "head_dim", 10**400, "; it must be a int"),
     ("config_json_v4", "partial_rotary_factor", [1], "partial_rotary_factor is [1]; it must be a number from 0 to 1"),
     ("config_json_v4", "rope_parameters", {"main": 5}, "rope_parameters.main is 5; it must be a dict"),
+    ("config_json_v4", "num_nextn_predict_layers", 2**40, "it must be 0 to num_hidden_layers=6"),
 ]
 
 

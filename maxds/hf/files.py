@@ -94,7 +94,7 @@ def _header(path: pathlib.Path) -> Iterator[tuple[str, Tensor]]:
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= size - 8:
             raise ValueError("it is not whole, or no safetensors file")
-        header = json.loads(file.read(length))
+        header = json.loads(file.read(length).decode("utf-8"))  # of bytes, JSON would guess the encoding
     if not isinstance(header, dict):
         raise ValueError("its header is no JSON object")
     metadata = {} if (found := header.pop("__metadata__", None)) is None else found
