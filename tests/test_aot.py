@@ -432,6 +432,20 @@ def test_a_grouped_matmul_without_cost_is_estimated_by_its_shapes():
     assert (found.basis, ns(found.seconds)) == ("grouped matmul", 2 * 64 * 16 * 32)
 
 
+@pytest.mark.parametrize(
+    ("left", "right", "rate"), [("f8e4m3fn", "f8e5m2", 2), ("bf16", "f8e5m2", 1), ("bf16", "bf16", 1)]
+)
+def test_a_grouped_matmul_of_two_float8_operands_is_as_fast_as_the_chip_multiplies_these(left, right, rate):
+    module = program(f"""
+  %n = s32[4]{{0}} parameter(0)
+  %x = {left}[64,16]{{1,0}} parameter(1)
+  %g = {right}[4,16,32]{{2,1,0}} parameter(2)
+  ROOT %r = bf16[64,32]{{1,0}} custom-call(%n, %x, %g), frontend_attributes={{ragged_dot_tiling="8,8,8"}}""")
+    chip = dataclasses.replace(CHIP, hbm=1e12, float8=2.0)
+    found = cost.Costs(module, chip, 1e9).of(module.entry, module.entry.root)
+    assert (found.flops, ns(found.seconds)) == (2 * 64 * 16 * 32, 2 * 64 * 16 * 32 / rate)
+
+
 @pytest.mark.parametrize(("filled", "rows"), [(1.0, 64), (0.5, 64 / 2 + 3 * 8), (0.9, 64)])
 @pytest.mark.parametrize("result", ["bf16[64,32]{1,0} custom-call(%x, %g)", "bf16[4,16,32]{2,1,0} custom-call(%x, %y)"])
 def test_a_grouped_matmul_visits_the_tiles_that_tokens_fill_and_one_twice_where_a_group_ends(result, filled, rows):

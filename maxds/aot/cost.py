@@ -29,7 +29,8 @@ BASES = {
     "cycles": "the compiler's cycles, over the clock",
     "cost estimate": f"the kernel's own FLOPs at {SCHEDULED} of peak (to a window {SCHEDULED_WINDOW}), or its bytes, "
     "the slower of the two",
-    "grouped matmul": "2·K·N of each row of the tiles that it visits, or its bytes, the slower of the two at peak",
+    "grouped matmul": "2·K·N of each row of the tiles that it visits, or its bytes, the slower of the two at peak (of "
+    "float8, if both operands are that)",
     "sort": "k(k+1)/2 passes over its operands in memory, k = log2 of the sorted length (a bitonic sort)",
     "bytes": "bytes read and written, at the bandwidth of HBM",
     "none": "no estimate: counted as nothing",
@@ -68,15 +69,17 @@ class Costs:
         if i.cycles is not None:
             return Cost(i.cycles / self.chip.clock, "cycles", flops, moved)
         if i.opcode == "custom-call":
-            return self._custom_call(i, flops, moved)
+            return self._custom_call(computation, i, flops, moved)
         if i.opcode == "sort":
             return self._sort(computation, i, moved)
         return Cost(moved / self.chip.hbm, "bytes", flops, moved)
 
-    def _custom_call(self, i: Instruction, flops: float, moved: float) -> Cost:
+    def _custom_call(self, computation: Computation, i: Instruction, flops: float, moved: float) -> Cost:
         moved = i.cost_estimate[1] if i.cost_estimate else moved
         if is_grouped_matmul(i):
-            return Cost(max(flops / self.peak, moved / self.chip.hbm), "grouped matmul", flops, moved)
+            matrices = [a for name in i.operands if (a := _operand(computation, name)) and a.dtype not in _WHOLE]
+            peak = self.peak * (self.chip.float8 if all(a.itemsize == 1 for a in matrices) else 1.0)
+            return Cost(max(flops / peak, moved / self.chip.hbm), "grouped matmul", flops, moved)
         if i.cost_estimate:
             share = SCHEDULED_WINDOW if "attend_window" in i.op_name else SCHEDULED
             return Cost(max(flops / self.peak / share, moved / self.chip.hbm), "cost estimate", flops, moved)
@@ -169,6 +172,7 @@ def _written(inner: Computation, root: Instruction) -> float:
     return sum(a.bytes for a in root.arrays)
 
 
+_WHOLE = "s32", "u32"  # of what tells a kernel of the groups
 _AS_IT_RUNS = str(-(2**63))  # what Mosaic writes for an extent that is an argument
 
 
@@ -178,7 +182,7 @@ def _grouped_matmul_flops(i: Instruction, operands: list[Array], filled: float) 
     A kernel whose number of tiles is decided as it runs visits those that tokens fill, and one twice where a group ends
     within it.
     """
-    matrices = [a.dims for a in (*operands, i.arrays[0]) if a.dtype not in ("s32", "u32")]
+    matrices = [a.dims for a in (*operands, i.arrays[0]) if a.dtype not in _WHOLE]
     (rows, _), (groups, inner, width) = (next(dims for dims in matrices if len(dims) == rank) for rank in (2, 3))
     tile = int(i.attributes.partition('ragged_dot_tiling="')[2].partition(",")[0])
     visited = filled * rows + (groups - 1) * tile if _AS_IT_RUNS in i.kernel else rows

@@ -32,6 +32,7 @@ class Chip:
     dcn: float  # bytes/s to other slices
     host: float  # bytes/s to and from host memory, each way
     wraps_at: int  # a dimension of the torus is a ring where its length is a multiple of this
+    float8: float = 1.0  # how many times as fast it multiplies float8
 
 
 # Usable HBM: the limit that the compiler itself names when a program exceeds it. HBM bandwidth: the Cloud TPU pages of
@@ -44,7 +45,7 @@ class Chip:
 CHIPS = {
     "TPU v5": Chip("v5p", 1, 95.73 * GIB, 2.765e12, 1.75e9, 9e10, 9e10, 6.25e9, 25e9, 4),
     "TPU v6 lite": Chip("v6e", 1, 31.24 * GIB, 1.64e12, 1.75e9, 9e10, 9e10, 12.5e9, 50e9, 16),
-    "TPU7x": Chip("tpu7x", 2, 94.74 * GIB, 3.69e12, 2.2e9, 9e10, 5.4e11, 6.25e9, 25e9, 4),
+    "TPU7x": Chip("tpu7x", 2, 94.74 * GIB, 3.69e12, 2.2e9, 9e10, 5.4e11, 6.25e9, 25e9, 4, 2.0),
 }
 
 # libtpu asks the machine what it is, and prints lines of complaint where it is none of its own.

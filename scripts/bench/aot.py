@@ -48,8 +48,13 @@ ROWS = {
     "sequence-128k": ("tpu7x:4x8x8", 1, f"{growing(512, 2)} data.sequence_length=131072"),
     "v3.2": ("tpu7x:4x8x8", 1, ""),
     "v4": ("tpu7x:4x4x8", 1, ""),
+    "v4-pro": ("tpu7x:8x8x8", 1, ""),
 }
-CONFIGS = {"v3.2": "deepseek3.2-671b", "v4": "deepseek4-284b"}  # of the others: deepseek3-671b
+CONFIGS = {
+    "v3.2": "deepseek3.2-671b",
+    "v4": "deepseek4-284b",
+    "v4-pro": "deepseek4-1.6t",
+}  # of the others: deepseek3-671b
 COLUMNS = (
     "row",
     "topology",
