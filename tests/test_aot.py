@@ -261,6 +261,38 @@ def test_a_call_on_the_sparse_cores_begins_when_its_operands_arrive():
     assert (ns(found.step), ns(found.exposed)) == (140, 30)
 
 
+NESTED = """%rows (t: f32[8,4], n: s32[20]) -> f32[20,4] {
+  %t = f32[8,4]{1,0} parameter(0)
+  %n = s32[20]{0} parameter(1)
+  ROOT %g = f32[20,4]{1,0} gather(%t, %n), offset_dims={1}
+}
+
+%taken (t: f32[8,4], n: s32[20]) -> f32[20,4] {
+  %t = f32[8,4]{1,0} parameter(0)
+  %n = s32[20]{0} parameter(1)
+  ROOT %f = f32[20,4]{1,0} fusion(%t, %n), kind=kCustom, calls=%rows
+}, execution_thread="sparsecore"
+
+%offloaded (t: f32[8,4], n: s32[20]) -> f32[20,4] {
+  %t = f32[8,4]{1,0} parameter(0)
+  %n = s32[20]{0} parameter(1)
+  %s = ((f32[8,4]{1,0}, s32[20]{0}), f32[20,4]{1,0}, u32[]) call-start(%t, %n), to_apply=%taken
+  ROOT %d = f32[20,4]{1,0} call-done(%s)
+}, execution_thread="sparsecore\""""
+
+
+def test_what_the_sparse_cores_move_counts_once_and_a_row_as_often_as_it_is_taken():
+    module = program(
+        """
+  %p = f32[8,4]{1,0} parameter(0)
+  %n = s32[20]{0} parameter(1)
+  %s = ((f32[8,4]{1,0}, s32[20]{0}), f32[20,4]{1,0}, u32[]) call-start(%p, %n), to_apply=%offloaded
+  ROOT %d = f32[20,4]{1,0} call-done(%s)""",
+        NESTED,
+    )
+    assert walk(module).others["SparseCore"].bytes == 80 + 2 * 320  # indices; rows of 16 bytes, read and written
+
+
 def loop(body, trips="constant(5)", compare="lt"):
     condition = f"""%condition (c: (s32[])) -> pred[] {{
   %c = (s32[]) parameter(0)

@@ -130,8 +130,8 @@ class Costs:
     def _fusion_bytes(self, computation: Computation, i: Instruction, inner: Computation) -> float:
         read = 0.0
         for name, parameter in zip(i.operands, inner.parameters, strict=False):
-            whole = _in_hbm(computation.by_name.get(name))
-            read += min(whole, _read_inside(inner, parameter.name)) if whole else 0.0
+            whole, inside = _in_hbm(computation.by_name.get(name)), _read_inside(inner, parameter.name)
+            read += (whole if inside == math.inf else inside) if whole else 0.0
         return read + min(_in_hbm(i), _written(inner, inner.root))
 
 

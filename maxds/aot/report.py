@@ -234,6 +234,7 @@ def assumptions(target: Target) -> list[str]:
         "compute takes the compiler's own cycles; nothing slows for another's use of HBM, and launches take no time",
         "each mesh axis has its links to itself, collectives reach full link bandwidth and have no latency",
         "asynchronous transfers start when their operands are ready and their axis is free, in order",
+        "SparseCores move bytes at the bandwidth of HBM, and one thing at a time",
         "experts are balanced: grouped matmuls whose kernel counts its tiles visit those of tokens, others all rows",
         f"FLOPs of the model: {flops.FORMULA}, without what is computed again",
         "a prediction, not a measurement: compare schedules and flags by it",

@@ -329,10 +329,14 @@ class _Walker:
         return Work(i, computation, "copy", size / rate, size, (lane,))
 
     def _call_bytes(self, name: str) -> float:
-        """What a computation on the SparseCores moves; it is taken to do so at the bandwidth of HBM."""
-        computation = self.module.computations[name]
-        timed = [i for i in computation.instructions if self.costs.of(computation, i) is not None]
-        return sum(self.costs.hbm_bytes(computation, i) for i in timed)
+        """What a computation on the SparseCores moves, by itself or by what it calls in turn."""
+        computation, moved = self.module.computations[name], 0.0
+        for i in computation.instructions:
+            if i.opcode == "call-start":
+                moved += sum(map(self._call_bytes, i.called("to_apply")))
+            elif i.opcode != "call-done" and self.costs.of(computation, i) is not None:
+                moved += self.costs.hbm_bytes(computation, i)
+        return moved
 
     def _event(self, start: float, seconds: float, lane: str, i: Instruction, opcode: str) -> Event:
         return Event(start, seconds, lane, i, opcode, stage(self.module.op_name(i), opcode))
