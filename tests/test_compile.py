@@ -217,6 +217,15 @@ of_window = wide, (of(length, 512), of(entries, 512)), sinks, sight, (wide, lse)
 def of_rows(*args):
     return jax.tree.map(lambda a: of(2, *a.shape, dtype=a.dtype), args)
 
+def of_long_rows(*args):
+    return jax.tree.map(lambda a: of(1, *(131_072 if n == length else n for n in a.shape), dtype=a.dtype), args)
+
+def attend(q, k, v, segments):
+    return causal.attend(q, k, v, segments, None)
+
+def attend_backward(q, k, v, segments, kept):
+    return causal.attend_backward(q, k, v, (segments, None), kept, kept[0])
+
 gated = of(1024, 4096), of(1024, dtype=f32), limit, of(1024, 2048)
 for kernel, args in {
     causal.attend: of_rows(qk, qk, v, segments, bits),
@@ -228,8 +237,10 @@ for kernel, args in {
     window.attend_backward: of_window,
     lambda *args: gates.gated(*args, 10.0): gated[:3],
     lambda *args: gates.gated_backward(*args, None): gated,
-    lambda *args: causal.attend(*args, None): of_rows(qk, qk, v, segments),
-    lambda q, k, v, s, o: causal.attend_backward(q, k, v, (s, None), o, v): of_rows(qk, qk, v, segments, (v, lse)),
+    attend: of_rows(qk, qk, v, segments),
+    attend_backward: of_rows(qk, qk, v, segments, (v, lse)),
+    functools.partial(attend): of_long_rows(qk, qk, v, segments),
+    functools.partial(attend_backward): of_long_rows(qk, qk, v, segments, (v, lse)),
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
 

@@ -31,11 +31,13 @@ def assert_close(found, expected, tolerance=3e-6):
     )
 
 
-@pytest.mark.parametrize("order", [causal.by_rows, causal.by_columns])
-def test_every_tile_that_is_not_of_the_future_is_visited_once(order):
-    visits = order(5)
-    assert sorted(zip(visits.query, visits.key, strict=True)) == [(q, k) for q in range(5) for k in range(q + 1)]
-    along = visits.query if order is causal.by_rows else visits.key
+@pytest.mark.parametrize(
+    ("visits", "by", "begin"),
+    [(causal.by_rows(5), "query", 0), (causal.by_columns(0, 5), "key", 0), (causal.by_columns(2, 5), "key", 2)],
+)
+def test_every_tile_that_is_not_of_the_future_is_visited_once(visits, by, begin):
+    assert sorted(zip(visits.query, visits.key, strict=True)) == [(q, k) for q in range(begin, 5) for k in range(q + 1)]
+    along = getattr(visits, by)
     changes = np.flatnonzero(np.diff(along)) + 1
     np.testing.assert_array_equal(np.flatnonzero(visits.first), [0, *changes])
     np.testing.assert_array_equal(np.flatnonzero(visits.last), [*(changes - 1), len(along) - 1])
@@ -63,10 +65,19 @@ def naive_attention(kind, q, k, v):
     return jnp.einsum("nqk,nkh->nqh", jnp.exp(scores - lse[..., None]), v), lse, jnp.max(scores, axis=-1)
 
 
-@pytest.mark.parametrize(("kind", "heads_at_once"), [("all", 3), ("selected", 3), ("selected", 1)])
-def test_attention_and_its_gradients_are_those_of_the_definition(kind, heads_at_once, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "heads_at_once", "waiting"),
+    [
+        ("all", 3, LENGTH),
+        ("all", 1, 512),  # two bands of a block
+        ("selected", 3, LENGTH),
+        ("selected", 1, LENGTH),
+        ("selected", 1, 3 * LANES),  # bands of 2, 3 and 3 blocks
+    ],
+)
+def test_attention_and_its_gradients_are_those_of_the_definition(kind, heads_at_once, waiting, monkeypatch):
     monkeypatch.setattr(causal, "HEADS", heads_at_once)
-    monkeypatch.setattr(causal, "WAITING", heads_at_once * 4 * LENGTH * 24)
+    monkeypatch.setattr(causal, "WAITING", heads_at_once * 4 * waiting * 24)
     q, k, v, dout = draw(0, (3, LENGTH, 24), (3, LENGTH, 24), (3, LENGTH, 16), (3, LENGTH, 16))
     bits = sparse.pack(jnp.asarray(seen(kind))[None], LENGTH) if kind == "selected" else None
     which = jnp.asarray(SEGMENTS)[None], bits
@@ -106,16 +117,9 @@ def test_rows_of_a_batch_attend_within_their_own_documents_and_tiles_without_a_c
     assert all(np.isnan(a[bad]).all() for a in found)
 
 
-def test_rows_that_do_not_divide_or_do_not_fit_are_not_for_the_kernels():
-    for size, selected, fits in [
-        (43_008, True, True),
-        (43_008 - 512, True, False),
-        (43_008 - 512, False, True),
-        (43_008 - 64, False, False),
-        (43_008 + 1024, True, False),
-        (43_008 + 1024, False, False),
-    ]:
-        assert causal.can_attend(size, 192, selected=selected) == fits
+def test_rows_that_do_not_divide_are_not_for_the_kernels():
+    for length, selected, fits in [(2048, True, True), (1536, True, False), (1536, False, True), (1600, False, False)]:
+        assert causal.can_attend(length, selected=selected) == fits
 
 
 # ------------------------------------------------------------------------------- a window, and entries

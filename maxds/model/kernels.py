@@ -5,16 +5,15 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 
 | kernel         | CPU                        | GPU                        | TPU                                       |
 |----------------|----------------------------|----------------------------|-------------------------------------------|
-| attention      | XLA, by spans of queries   | XLA, by spans of queries   | our own, in rows of n 128 [1]             |
-| to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024 [1]            |
-| to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | our own, in rows of n 128 [2]             |
+| attention      | XLA, by spans of queries   | XLA, by spans of queries   | our own, in rows of n 128                 |
+| to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024                |
+| to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | our own, in rows of n 128 [1]             |
 | grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
 | gated rows     | XLA                        | XLA                        | our own, of n 128 rows and columns        |
 | summed scores  | XLA, head by head          | XLA, head by head          | our own, of blocks of queries             |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
-[1] up to some 43,000 tokens, of heads of 192; others by XLA.
-[2] windows of up to 512, up to 16,384 entries of heads of 512, and n 1024 where some are selected; others by XLA.
+[1] windows of up to 512, up to 16,384 entries of heads of 512, and n 1024 where some are selected; others by XLA.
 
 On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
 """
@@ -121,7 +120,7 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 
 def _is_for_tiles(q: jax.Array, selected: jax.Array | None) -> bool:
-    return is_tpu() and causal.can_attend(*q.shape[2:], selected=selected is not None)
+    return is_tpu() and causal.can_attend(q.shape[2], selected=selected is not None)
 
 
 @flax.struct.dataclass

@@ -5,6 +5,7 @@ and keys have a document in common; what is which is data that a kernel reads ah
 """
 
 import functools
+import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -34,9 +35,9 @@ def by_rows(count: int) -> Visits:
     return Visits(*np.array(pairs, np.int32).T)
 
 
-def by_columns(count: int) -> Visits:
-    """All queries of a block of keys, then those of the next."""
-    pairs = [(q, k, q == k, q == count - 1) for k in range(count) for q in range(k, count)]
+def by_columns(begin: int, end: int) -> Visits:
+    """All queries from block `begin` to `end` of a block of keys, then those of the next."""
+    pairs = [(q, k, q == max(k, begin), q == end - 1) for k in range(end) for q in range(max(k, begin), end)]
     return Visits(*np.array(pairs, np.int32).T)
 
 
@@ -52,9 +53,9 @@ class Ahead(NamedTuple):
         return query, self.visits.key[step], self.since[row, query]
 
 
-def can_attend(length: int, size: int, *, selected: bool) -> bool:
-    """Whether rows of so many tokens, of heads of this size, are for `attend` and its backward pass."""
-    return length % (8 * LANES if selected else LANES) == 0 and 4 * length * size <= WAITING
+def can_attend(length: int, *, selected: bool) -> bool:
+    """Whether rows of so many tokens are for `attend` and its backward pass."""
+    return length % (8 * LANES if selected else LANES) == 0
 
 
 def attend(
@@ -140,35 +141,73 @@ def attend_backward(
     """Gradients of q, k and v, given (segments, selected), output and log-sum-exp, and the gradient of the output.
 
     Queries see the first of their keys first, when what they need of their output is made, and have seen all when those
-    of their own block come, when their gradient is written. In between, those of all queries wait in VMEM.
+    of their own block come, when their gradient is written. In between, those of all queries wait in VMEM. Where a row
+    has more than there is room for, those of a band of queries do, and what bands add to the keys is summed.
     """
-    (batch, heads, length, size), size_v, (out, lse) = q.shape, v.shape[3], kept
-    mask, group = _mask(*which), group_of(heads, min(HEADS_BACKWARD, WAITING // (4 * length * size)))
-    blocks = length // mask.block
-    visits = by_columns(blocks)
+    mask, (out, lse) = _mask(*which), kept
+    bands = _bands(q.shape[2] // mask.block, 4 * mask.block * q.shape[3])
+    dtype = k.dtype if len(bands) == 1 else jnp.float32
+    q, k, v, out, dout = map(turned, (q, k, v, out, dout))
+    of_queries = q, lse[:, :, None], out, dout
+    found = [_of_band(band, mask, of_queries, (k, v), dtype, interpret) for band in bands]
+    dq, dk, dv = zip(*found, strict=True)
+    return turned(jnp.concatenate(dq, 3)), turned(_summed(dk).astype(k.dtype)), turned(_summed(dv).astype(v.dtype))
+
+
+def _bands(blocks: int, size: int) -> list[tuple[int, int]]:
+    """The first and last block of each of as few bands as there may be of a row, of `size` bytes a block and head."""
+    count = -(-blocks // max(WAITING // size, 1))
+    ends = [blocks * n // count for n in range(count + 1)]
+    return list(itertools.pairwise(ends))
+
+
+def _summed(of_bands: tuple[Array, ...]) -> Array:
+    """The sum of arrays of the first keys of a row, each more than before, [B N H keys]."""
+    total, *more = reversed(of_bands)
+    for a in more:
+        total = total.at[..., : a.shape[3]].add(a)
+    return total
+
+
+def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
+    """Gradients of the queries of a band, and what these add to those of the keys up to its end, as `dtype`."""
+    (begin, end), (q, lse, out, dout), (k, v) = band, of_queries, of_keys
+    (batch, heads, size, _), size_v, tokens = q.shape, v.shape[2], (end - begin) * mask.block
+    group = group_of(heads, min(HEADS_BACKWARD, max(WAITING // (4 * tokens * size), 1)))
+    visits = by_columns(begin, end)
 
     def query(query, key, since):
-        return jnp.where(key >= since, query, jnp.minimum(key + 1, blocks - 1))  # else the first of the next keys
+        return jnp.where(key >= since, query, jnp.clip(key + 1, begin, end - 1))  # else the first of the next keys
 
     def query_at_first(query, key, since):
-        return jnp.where(key == since, query, blocks - 1)
+        return jnp.where(key == since, query, end - 1)
 
-    of_query, at_first, of_key = (_blocks((group, mask.block), which) for which in (query, query_at_first, _key))
-    q, k, v, out, dout = map(turned, (q, k, v, out, dout))
-    of_queries = [
-        (q, of_query(size)),
-        (lse[:, :, None], of_query(1)),
-        (out, at_first(size_v)),
-        (dout, of_query(size_v)),
-    ]
-    dq, dk, dv = call(
-        functools.partial(_attend_backward, mask.hidden),
+    def query_of_key(query, key, since):
+        return jnp.maximum(key, begin) - begin
+
+    def shape(rows, tokens, dtype):
+        return jax.ShapeDtypeStruct((batch, heads, rows, tokens), dtype)
+
+    which = query, query_at_first, query_of_key, _key
+    of_query, at_first, found, of_key = (_blocks((group, mask.block), w) for w in which)
+    return call(
+        functools.partial(_attend_backward, mask.hidden, begin),
         Ahead(jax.tree.map(jnp.asarray, visits), mask.since),
-        [*of_queries, (k, of_key(size)), (v, of_key(size_v)), *mask.given(query, _key)],
-        [(like(q), of_key(size)), (like(k), of_key(size)), (like(v), of_key(size_v))],
+        [
+            (q, of_query(size)),
+            (lse, of_query(1)),
+            (out, at_first(size_v)),
+            (dout, of_query(size_v)),
+            *((k, of_key(size)), (v, of_key(size_v))),
+            *mask.given(query, _key),
+        ],
+        [
+            (shape(size, tokens, q.dtype), found(size)),
+            *((shape(rows, end * mask.block, dtype), of_key(rows)) for rows in (size, size_v)),
+        ],
         [
             (mask.block, mask.block),
-            *((blocks, group, rows, mask.block) for rows in (1, size)),
+            *((end - begin, group, rows, mask.block) for rows in (1, size)),
             *((group, rows, mask.block) for rows in (size, size_v)),
         ],
         grid=(batch, heads // group, len(visits.query)),
@@ -176,13 +215,13 @@ def attend_backward(
         name="attend_backward",
         interpret=interpret,
     )
-    return turned(dq), turned(dk), turned(dv)
 
 
-def _attend_backward(hide, ahead, given, found, held):
+def _attend_backward(hide, begin, ahead, given, found, held):
     (q, lse, out, dout, k, v, *mask), (dq, dk, dv), (hidden, deltas, dqs, dks, dvs) = given, found, held
     t = pl.program_id(2)
     query, key, since = ahead.at(pl.program_id(0), t)
+    own = query - begin
 
     @pl.when(ahead.visits.first[t] == 1)
     def _():
@@ -191,9 +230,9 @@ def _attend_backward(hide, ahead, given, found, held):
 
     @pl.when(key == since)
     def _():
-        dqs[query] = jnp.zeros(dqs.shape[1:], jnp.float32)
+        dqs[own] = jnp.zeros(dqs.shape[1:], jnp.float32)
         products = out[...].astype(jnp.float32) * dout[...].astype(jnp.float32)
-        deltas[query] = jnp.sum(products, axis=1, keepdims=True)
+        deltas[own] = jnp.sum(products, axis=1, keepdims=True)
 
     @pl.when(key >= since)
     def _():
@@ -201,13 +240,13 @@ def _attend_backward(hide, ahead, given, found, held):
         for h in range(len(q)):
             weights = jnp.exp(dot(k[h], q[h], 0, 0) + hidden[...] - lse[h])
             dvs[h] += dot(dout[h], weights.astype(v.dtype), 1, 1)
-            dscores = (weights * (dot(v[h], dout[h], 0, 0) - deltas[query, h])).astype(q.dtype)
+            dscores = (weights * (dot(v[h], dout[h], 0, 0) - deltas[own, h])).astype(q.dtype)
             dks[h] += dot(q[h], dscores, 1, 1)
-            dqs[query, h] += dot(k[h], dscores, 1, 0)
+            dqs[own, h] += dot(k[h], dscores, 1, 0)
 
-    @pl.when(ahead.visits.first[t] == 1)
+    @pl.when(query == key)
     def _():
-        dq[...] = dqs[query].astype(dq.dtype)
+        dq[...] = dqs[own].astype(dq.dtype)
 
     @pl.when(ahead.visits.last[t] == 1)
     def _():
