@@ -2,7 +2,8 @@
 
 Compiles, on a machine without any TPU, the very train step that `maxds.train` runs there, and prints what it will
 need and cost: memory, FLOPs, traffic, and the time that its schedule takes. `--json=FILE` writes the figures,
-`--plot=FILE.png` draws one layer forward and one backward, `--aot=FILE` keeps the program for `maxds.train --aot=FILE`.
+`--plot=FILE.png` (or `.html`, which can be magnified) draws one layer forward and one backward, `--aot=FILE` keeps the
+program for `maxds.train --aot=FILE`.
 Of what does not fit, it prints the changes that should; `--fix` compiles these, the cheapest first, until one does.
 
 exit code 0   compiled; it fits                     2   a mistake in the config, mesh or topology, or no libtpu
@@ -31,7 +32,7 @@ _SLICES = flags.DEFINE_integer("slices", 1, "How many such slices; mesh.data cro
 _JSON = flags.DEFINE_string("json", None, "Write the figures to this file.")
 _FIX = flags.DEFINE_bool("fix", False, "Where it does not fit, compile the changes that should, until one does.")
 _AOT = flags.DEFINE_string("aot", None, "Write the compiled step to this file (or gs://…), for maxds.train --aot.")
-_PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this PNG.")
+_PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this file: .png or .html.")
 
 MISTAKES = (
     loader.ConfigError,
@@ -43,7 +44,7 @@ MISTAKES = (
 )
 USAGE = (
     "usage: python -m maxds.compile CONFIG.yaml --topology=tpu7x:4x4x8 [--slices=N] [--fix] [--aot=FILE] "
-    "[--json=FILE] [--plot=FILE.png] [key=value ...]"
+    "[--json=FILE] [--plot=FILE.png|.html] [key=value ...]"
 )
 
 
@@ -51,6 +52,9 @@ def main(args: list[str]) -> int:
     """Runs the command; returns its exit code."""
     if len(args) < 2 or _TOPOLOGY.value is None:
         print(USAGE, file=sys.stderr)
+        return 2
+    if _PLOT.value is not None and not _PLOT.value.endswith(picture.ENDINGS):
+        print(f"--plot={_PLOT.value}: give a file that ends in {' or '.join(picture.ENDINGS)}", file=sys.stderr)
         return 2
     topology.prepare()
     try:

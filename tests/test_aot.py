@@ -8,6 +8,7 @@ import base64
 import dataclasses
 import itertools
 import re
+from xml.etree import ElementTree
 
 import jax
 import numpy as np
@@ -646,7 +647,9 @@ def test_a_layer_is_drawn_of_the_innermost_loop_that_has_stages():
     assert (title, ns(end - start)) == ("one layer forward, of 5 like it", 100)
 
 
-def test_the_picture_is_a_png(tmp_path):
+@pytest.fixture(scope="module")
+def timed():
+    """A layer that waits."""
     body = "\n".join(
         [
             "  %x = (s32[]) parameter(0)",
@@ -656,8 +659,21 @@ def test_the_picture_is_a_png(tmp_path):
             "  ROOT %r = (s32[]) tuple(%x)",
         ]
     )
-    found = walk(program(WHILE, *loop(body)))
-    for name, timed in (("layers", found), ("no layers", walk(overlapped(30)))):
+    return walk(program(WHILE, *loop(body)))
+
+
+def test_the_picture_is_a_png(timed, tmp_path):
+    for name, shown in (("layers", timed), ("no layers", walk(overlapped(30)))):
         path = tmp_path / f"{name}.png"
-        picture.write(timed, path, "title", "subtitle")
+        picture.write(shown, path, "title", "subtitle")
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
+
+
+def test_or_a_page_of_lines_and_letters(timed, tmp_path):
+    path = tmp_path / "layer.html"
+    picture.write(timed, path, "a < b", "subtitle")
+    page = path.read_text()
+    assert page.startswith("<!doctype html>") and "<title>a &lt; b</title>" in page
+    svg = page[page.index("<svg") : page.index("</svg>") + len("</svg>")].replace("xlink:", "")
+    letters = "".join(ElementTree.fromstring(svg).itertext())
+    assert all(word in letters for word in ("a < b", "subtitle", "attention", "experts", "waiting", "milliseconds"))

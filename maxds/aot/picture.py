@@ -1,6 +1,9 @@
 """The timeline as a picture: one layer forward and one backward, the compute above what travels beside it."""
 
+import html
+import io
 import os
+import pathlib
 from typing import Any
 
 import matplotlib
@@ -21,6 +24,7 @@ _STYLE: dict[Any, Any] = {
     "axes.edgecolor": "#888888",
     "legend.frameon": False,
     "hatch.linewidth": 0.7,
+    "svg.fonttype": "none",  # letters, and not their outlines
 }
 _COLORS: dict[str, str] = dict(
     zip(
@@ -30,10 +34,16 @@ _COLORS: dict[str, str] = dict(
     )
 )
 _WAIT = "#c0272d"
+ENDINGS = ".png", ".html"
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{title}</title>
+<style>body {{ margin: 0; background: white }}</style>
+{drawing}</html>
+"""
 
 
 def write(timeline: Timeline, path: str | os.PathLike, title: str, subtitle: str) -> None:
-    """Draws the picture into `path`, a PNG."""
+    """Draws the picture into `path`: a PNG, or where it ends in .html a page that can be magnified."""
     panels = _panels(timeline)
     lanes = _lanes(timeline, panels)
     with matplotlib.rc_context(_STYLE):
@@ -49,7 +59,16 @@ def write(timeline: Timeline, path: str | os.PathLike, title: str, subtitle: str
         handles = [Patch(color=_COLORS[stage], label=stage) for stage in STAGES if stage in seen]
         handles.append(Patch(facecolor="white", edgecolor=_WAIT, hatch="////", label="waiting"))
         figure.legend(handles=handles, loc="upper right", ncols=len(handles), bbox_to_anchor=(0.995, 0.995), fontsize=8)
-        figure.savefig(path, format="png", dpi=130)
+        if pathlib.Path(path).suffix == ".png":
+            figure.savefig(path, format="png", dpi=130)
+        else:
+            drawing = io.StringIO()
+            figure.savefig(drawing, format="svg")
+            pathlib.Path(path).write_text(_page(title, drawing.getvalue()))
+
+
+def _page(title: str, svg: str) -> str:
+    return _PAGE.format(title=html.escape(title), drawing=svg[svg.index("<svg") :])
 
 
 def _panels(timeline: Timeline) -> list[tuple[str, float, float]]:
