@@ -13,6 +13,9 @@ A stage is one function, `fn(w, x, given, kept=None) -> (y, kept)`, of one micro
 replayed: the kept values stand in for the work that produced them. So the backward pass of a stage
 is `jax.vjp` of the same function, and what is recomputed is what was not kept.
 
+A stage that ends with something on its way leaves to `enter` of the next what is done to it on arrival.
+In the same stage, it would be due with the arrival, and before work that the arrival can hide behind.
+
 `plain` leaves the backward pass to JAX (scan and `jax.checkpoint`): the reference for the other.
 This file knows nothing of the model: `model/deepseek.py` brings the stages.
 """
@@ -47,6 +50,7 @@ class Stage:
 
     name: str  # also the entry of the layer's weights that it reads
     fn: Callable[..., tuple[Tree, dict[str, Tree]]]  # what it would keep, it names
+    enter: Callable[[Tree], Tree] = lambda x: x  # (what the stage before gives) -> x; reads no weights
 
     def __call__(self, w: Tree, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict[str, Tree]]:
         """Runs the stage with its own weights, under its name in profiles."""
@@ -60,7 +64,8 @@ class Layer:
 
     stages: tuple[Stage, ...]
     combine: Callable[[Tree], Tree]  # ends the layer; linear
-    uncombine: Callable[[dict[str, Tree], Tree], Tree]  # (kept values of one microbatch, dy) -> the transpose, of dy
+    uncombine: Callable[[Tree], Tree]  # dy -> what travels of its transpose
+    spread: Callable[[dict[str, Tree], Tree], Tree]  # (kept values of one microbatch, what has arrived) -> all of it
     pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument
     observe: Callable[[list[dict[str, Tree]]], Tree]  # metrics read off what the microbatches would keep
     always: tuple[str, ...] = ()  # kept whatever config says: decisions that a replay must not take again
@@ -140,7 +145,7 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
             kept = {}
             for stage in layer.stages:
                 x = jax.tree.map(lambda a, s=stage: checkpoint_name(a, input_name(s.name)), x)
-                x, more = stage(w[stage.name], x, Given(given, context))
+                x, more = stage(w[stage.name], stage.enter(x), Given(given, context))
                 kept |= more
             outs.append(layer.combine(x))
             kepts.append(kept)
@@ -220,7 +225,7 @@ def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tupl
     xs = [a, layer.combine(b)]  # b's combine travels while a attends
     for stage in layer.stages:
         inputs[stage.name] = xs
-        xs = stagger(functools.partial(run, stage), xs, (0, 1))
+        xs = stagger(functools.partial(run, stage), [stage.enter(x) for x in xs], (0, 1))
     a, b = xs
     return [layer.combine(a), b], Tape(inputs, kept)
 
@@ -238,10 +243,19 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents.
     """
     last = len(layer.stages) - 1
-    pulls, dws = {}, [{}, {}]
+    enters, pulls, dws = {}, {}, [{}, {}]
+
+    def enter(n: int, i: int, x: Tree) -> Tree:
+        """What the stage before gives stage n of microbatch i -> what that computes with."""
+        x, enters[n, i] = jax.vjp(layer.stages[n].enter, x)
+        return x
+
+    def spread(i: int, dy: Tree) -> Tree:
+        """What has arrived of the cotangent of microbatch i -> that of what its last stage gave."""
+        return layer.spread(_merged(tape, i), dy)
 
     def replay(n: int, i: int, x: Tree) -> Tree:
-        """Stage n of microbatch i -> what enters the next one: kept, or computed again."""
+        """Stage n of microbatch i -> what it gives the next one: kept, or computed again."""
         stage = layer.stages[n]
         fn = functools.partial(stage, given=given[i], kept=tape.kept[stage.name][i])
         own = w[stage.name]
@@ -249,24 +263,27 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
         return tape.inputs[layer.stages[n + 1].name][i] if n < last and layer.stages[n + 1].name in tape.inputs else y
 
     def pull(n: int, i: int, dy: Tree) -> Tree:
+        if n < last:
+            (dy,) = enters[n + 1, i](dy)
         dws[i][layer.stages[n].name], dx = pulls[n, i](dy)
         return dx
 
     a, b = tape.inputs[layer.stages[0].name]
-    da, db = dxs[0], layer.uncombine(_merged(tape, 1), dxs[1])
+    da, db = dxs[0], layer.uncombine(dxs[1])
     b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
+    db = spread(1, db)
     for n in range(1, last):
-        b = replay(n, 1, b)
+        b = replay(n, 1, enter(n, 1, b))
     a, b, db = lax.optimization_barrier((replay(0, 0, a), b, db))
     for n in range(1, last):
-        a = replay(n, 0, a)
-    replay(last, 1, b)
+        a = replay(n, 0, enter(n, 0, a))
+    replay(last, 1, enter(last, 1, b))
     a, da, db = lax.optimization_barrier((a, da, db))
-    da = layer.uncombine(_merged(tape, 0), da)
+    a, da = enter(last, 0, a), layer.uncombine(da)
     db = pull(last, 1, db)
     a, da, db = lax.optimization_barrier((a, da, db))
     replay(last, 0, a)
-    dxs = [pull(last, 0, da), db]
+    dxs = [pull(last, 0, spread(0, da)), db]
     for n in reversed(range(last)):
         dxs = stagger(functools.partial(pull, n), dxs, (1, 0))
     return dxs, dws

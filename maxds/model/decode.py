@@ -153,7 +153,7 @@ class Decoder:
                 w = member.exchange.gather(*shards)
                 x, cache = advance(cache, w["attention"], x, context, i)
                 for stage in member.layer.stages[1:]:
-                    x, _ = stage(w[stage.name], x, Given(bias, context))
+                    x, _ = stage(w[stage.name], stage.enter(x), Given(bias, context))
                 x = member.layer.combine(x)
                 written.append(cache)
             return (x, written), None

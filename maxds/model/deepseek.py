@@ -122,16 +122,16 @@ class Network:
 
         if kind.dense:
             mlp = schedule.Stage("mlp", functools.partial(moe.dense, c))
-            return schedule.Layer(
-                (attend, mlp), _same, lambda kept, dy: dy, pending=_same, observe=observe, always=("selection",)
-            )
+            ends = {"combine": _same, "uncombine": _same, "spread": lambda _, dy: dy, "pending": _same}
+            return schedule.Layer((attend, mlp), **ends, observe=observe, always=("selection",))
         capacity = self.config.schedule.capacity
-        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, capacity, self.float8))
-        experts = schedule.Stage("experts", functools.partial(moe.experts, c))
+        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, self.float8))
+        experts = schedule.Stage("experts", functools.partial(moe.experts, c), functools.partial(moe.take, capacity))
         return schedule.Layer(
             (attend, dispatch, experts),
             combine=functools.partial(moe.combine, c, self.float8),
-            uncombine=functools.partial(moe.uncombine, c, capacity, self.float8),
+            uncombine=functools.partial(moe.uncombine, self.float8),
+            spread=functools.partial(moe.spread, c, capacity),
             pending=functools.partial(moe.pending, c, capacity),
             observe=observe,
             always=("selection", "routing"),

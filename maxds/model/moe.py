@@ -5,8 +5,9 @@ takes the rows that its own experts are to see, and computes these: no more than
 many rounds as the routing needs, so that no token is ever dropped and no room is made for rows that
 belong to other devices. Each token's rows are summed, and a reduce-scatter brings the sums home.
 
-Whatever moves rows stands in dispatch and combine, so that it can run beside the experts of the
-other microbatch. Only rounds after the first, which the routing seldom needs, move their own.
+Rows are moved in `take`, which makes the experts' input, and in combine: between the stages of one
+microbatch, beside those of the other. Only rounds after the first, which the routing seldom needs,
+move their own.
 """
 
 import dataclasses
@@ -75,6 +76,17 @@ class Dispatched:
 
     stream: Stream
     y: jax.Array  # [T D]: this device's tokens
+    tokens: jax.Array  # [A D]: those of all devices
+    weights: jax.Array  # [A K] float32
+    routing: Routing
+
+
+@flax.struct.dataclass
+class Taken:
+    """The same, with the rows that this device's experts are to see."""
+
+    stream: Stream
+    y: jax.Array  # [T D]
     rows: jax.Array  # [R D]: the rows of the first round
     weights: jax.Array  # [A K] float32
     routing: Routing
@@ -87,6 +99,14 @@ class Computed:
     stream: Stream  # with what rounds after the first have added
     rows: jax.Array  # [R D]: what the first round adds to the token of each row
     routing: Routing
+
+
+@flax.struct.dataclass
+class Summed:
+    """The same, with the sums of what this device's experts add to the tokens of all devices."""
+
+    stream: Stream
+    partial: jax.Array  # [A D]
 
 
 def declare_mlp(c: Model, width: int) -> Mlp:
@@ -212,9 +232,9 @@ def load(c: Model, chosen: jax.Array) -> jax.Array:
 
 
 def dispatch(
-    c: Model, capacity: float, float8: bool, w: Dispatch, x: Stream, given: Given, kept: dict | None = None
+    c: Model, float8: bool, w: Dispatch, x: Stream, given: Given, kept: dict | None = None
 ) -> tuple[Dispatched, dict]:
-    """The stage: shared experts, routing, and the rows of tokens for the experts.
+    """The stage: shared experts, routing, and the tokens of all devices.
 
     Keeps the routing, so that it never differs.
     """
@@ -233,12 +253,17 @@ def dispatch(
     chosen, routing = kept["routing"]
     chosen = chosen.reshape(len(scores), -1)
     weights = all_gather(combine_weights(c, scores, chosen))
-    rows = rows_at_a_time(weights.size, lax.axis_size("expert"), capacity)
-    tokens = of_all(float8, y)
-    routed = checkpoint_name(kernels.rows_of_tokens(tokens, routes(routing, rows, 0, weights.shape)), "dispatched")
     if not hashed(given):
         x = dataclasses.replace(x, balance=x.balance + balance_loss(c, scores, chosen, segments))
-    return Dispatched(x, y, routed, weights, routing), kept
+    return Dispatched(x, y, of_all(float8, y), weights, routing), kept
+
+
+@jax.named_scope("dispatch")
+def take(capacity: float, x: Dispatched) -> Taken:
+    """The rows of the first round, for the experts."""
+    rows = rows_at_a_time(x.weights.size, lax.axis_size("expert"), capacity)
+    rows = kernels.rows_of_tokens(x.tokens, routes(x.routing, rows, 0, x.weights.shape))
+    return Taken(x.stream, x.y, checkpoint_name(rows, "dispatched"), x.weights, x.routing)
 
 
 def hashed(given: Given) -> bool:
@@ -332,7 +357,7 @@ def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, ..
     return kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), slots - first, within)
 
 
-def experts(c: Model, w: Mlp, x: Dispatched, given: Given, kept: dict | None = None) -> tuple[Computed, dict]:
+def experts(c: Model, w: Mlp, x: Taken, given: Given, kept: dict | None = None) -> tuple[Computed, dict]:
     """The stage: this device's experts, each on its tokens. Keeps the gate and up product of the first round."""
     operands, kept_up = (w, x.y, x.weights), (kept or {}).get("expert_up")
     found: Any = _all_rounds(c.swiglu_limit, x.rows, operands, x.routing, kept_up)
@@ -407,15 +432,29 @@ _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 def combine(c: Model, float8: bool, x: Computed) -> Stream:
     """Sums each token's rows, brings the sum home and adds it to the stream. Linear, but for float8."""
+    return _brought_home(float8, _summed(c, x))
+
+
+def _summed(c: Model, x: Computed) -> Summed:
     shape = len(x.routing.order) // c.num_experts_per_tok, c.num_experts_per_tok
-    partial = kernels.tokens_of_rows(x.rows, routes(x.routing, len(x.rows), 0, shape))
-    return residual.add(x.stream, home(float8, partial).reshape(x.stream.shape))
+    return Summed(x.stream, kernels.tokens_of_rows(x.rows, routes(x.routing, len(x.rows), 0, shape)))
 
 
-def uncombine(c: Model, capacity: float, float8: bool, kept: dict, dy: Stream) -> Computed:
-    """The transpose of `combine`, of a microbatch whose layer kept this."""
-    like = dataclasses.replace(pending(c, capacity, dy), routing=kept["routing"][1])
-    return jax.vjp(functools.partial(combine, c, float8), like)[1](dy)[0]
+def _brought_home(float8: bool, x: Summed) -> Stream:
+    return residual.add(x.stream, home(float8, x.partial).reshape(x.stream.shape))
+
+
+def uncombine(float8: bool, dy: Stream) -> Summed:
+    """The first half of the transpose of `combine`: what travels."""
+    batch, length, width = dy.shape
+    partial = jnp.zeros((batch * length * lax.axis_size("expert"), width), dy.dtype)
+    return jax.vjp(functools.partial(_brought_home, float8), Summed(dy, partial))[1](dy)[0]
+
+
+def spread(c: Model, capacity: float, kept: dict, dy: Summed) -> Computed:
+    """The second half, of a microbatch whose layer kept this: each token's cotangent to its rows."""
+    like = dataclasses.replace(pending(c, capacity, dy.stream), routing=kept["routing"][1])
+    return jax.vjp(functools.partial(_summed, c), like)[1](dy)[0]
 
 
 def pending(c: Model, capacity: float, x: Stream) -> Computed:
