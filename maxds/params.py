@@ -3,9 +3,9 @@
     declaration -> shapes, shardings, init, counts, masks           (ordinary global arrays)
                 -> Exchange: quantize, gather, scatter, reduce, finish, fetch (inside shard_map: one device's program)
 
-The way of a gradient: `scatter` sums it over ICI and leaves each device its shard, `reduce` sums
-the shards over DCN; it is added to what `begin` starts from, and `finish` sums those of the few
-weights that are too small to be split.
+The way of a gradient: `scatter` sums it over `fsdp` and leaves each device its shard, `reduce` sums
+the shards over the other axes; it is added to what `begin` starts from, and `finish` sums those of
+the few weights that are too small to be split.
 """
 
 import dataclasses
@@ -251,6 +251,9 @@ class Exchange:
     def gather(self, shards: Tree, quantized: Tree) -> Tree:
         """All-gathers FSDP shards. Routed experts stay split over `expert`: tokens travel, experts do not.
 
+        All have arrived when the first is used: TPU's SparseCores end in the order in which they begin, so that a gather
+        which is not due yet would be waited for by whatever small thing is sent after it.
+
         Args:
           shards: of one layer.
           quantized: as `quantize` returned it. Scales travel with the values, unless all devices have them.
@@ -278,14 +281,13 @@ class Exchange:
         return derive(one, self.declared, *dws)
 
     def scatter(self, dw: Tree) -> Tree:
-        """The transpose of `gather`, of a `total`; and the sum over `expert` of what is not split over it."""
+        """The transpose of `gather`, of a `total`."""
 
         def one(p: Param, g: jax.Array) -> jax.Array:
             if "fsdp" not in p.spec:
                 return g
             g = lax.psum_scatter(g, "fsdp", scatter_dimension=p.spec.index("fsdp"), tiled=True)
-            g = g.reshape(*g.shape[:-1], p.shape[-2], -1) if p.beside else g
-            return g if "expert" in p.spec else lax.psum(g, "expert")
+            return g.reshape(*g.shape[:-1], p.shape[-2], -1) if p.beside else g
 
         return derive(one, self.declared, lax.optimization_barrier(dw))
 
@@ -294,10 +296,13 @@ class Exchange:
         return self.scatter(self.total([slots(self.gather(params, self.quantize(params)))]))
 
     def reduce(self, shards: Tree) -> Tree:
-        """Sums scattered gradients over `data`; only shards cross DCN."""
+        """Sums scattered gradients over `expert`, unless they are split over it, and `data`; only shards cross DCN."""
 
         def one(p: Param, g: jax.Array) -> jax.Array:
-            return (lax.psum(g.astype(self.reduced_dcn), "data") if "fsdp" in p.spec else g).astype(jnp.float32)
+            if "fsdp" not in p.spec:
+                return g.astype(jnp.float32)
+            g = g if "expert" in p.spec else lax.psum(g, "expert")
+            return lax.psum(g.astype(self.reduced_dcn), "data").astype(jnp.float32)
 
         return derive(one, self.declared, shards)
 
