@@ -25,12 +25,14 @@ from maxds.config import Mesh as MeshConfig
 AXES = ("data", "fsdp", "expert")
 BATCH = PartitionSpec(AXES)
 
-# Compiler options of a train step, by the kind of its devices: collectives run on the SparseCores, beside the compute.
+# Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
+# fusions may use all of VMEM, and host transfers begin well before they are needed: the compiler thinks them faster.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
 }
-_COMPILER_OPTIONS = {"TPU v5": _SPARSE_CORE, "TPU v6 lite": _SPARSE_CORE, "TPU7x": _SPARSE_CORE}
+_TPU7X = {"xla_tpu_scoped_vmem_limit_kib": "65536", "xla_tpu_pcie_bandwidth_multiplier": "0.02"}
+_COMPILER_OPTIONS = {"TPU v5": _SPARSE_CORE, "TPU v6 lite": _SPARSE_CORE, "TPU7x": _SPARSE_CORE | _TPU7X}
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # what glibc's malloc.h calls M_...
 
