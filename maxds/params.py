@@ -251,8 +251,8 @@ class Exchange:
     def gather(self, shards: Tree, quantized: Tree) -> Tree:
         """All-gathers FSDP shards. Routed experts stay split over `expert`: tokens travel, experts do not.
 
-        All have arrived when the first is used: TPU's SparseCores end in the order in which they begin, so that a gather
-        which is not due yet would be waited for by whatever small thing is sent after it.
+        All have arrived when the first is used: TPU's SparseCores end what they do in the order in which they begin it,
+        so a gather that is not due yet would be waited for by whatever small thing is sent after it.
 
         Args:
           shards: of one layer.
