@@ -11,6 +11,7 @@ left in the folder of `--out`, and read by the next call. `--small` takes narrow
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -63,11 +64,11 @@ class Costs(cost.Costs):
 
 
 def causal_flops(computation: Computation, i: Instruction) -> float:
-    """Of attention, or of its gradients, from queries, keys and values [batch, head, position, size]."""
-    shapes = [a.dims for name in i.operands for a in computation.by_name[name].arrays if len(a.dims) == 4]
-    (batch, heads, length, size), value = shapes[0], shapes[2][-1]
-    products = size + value if len(shapes) == 3 else 3 * size + 2 * value
-    return float(batch * heads * length**2 * products)  # two for each multiplication, in half of the square
+    """Of attention, or of its gradients, from queries, keys and values [… head, position, size]."""
+    arrays = [a for name in i.operands for a in computation.by_name[name].arrays]
+    q, _, v = [a.dims for a in arrays if a.dtype == "bf16"][:3]
+    products = q[-1] + v[-1] if "_fwd_" in i.op_name else 3 * q[-1] + 2 * v[-1]
+    return float(math.prod(q[:-1]) * q[-2] * products)  # two for each multiplication, in half of the square
 
 
 def settings(recipe: str) -> tuple[str, dict[str, str]]:
