@@ -12,8 +12,6 @@ left in the folder of `--out`, and read by the next call. `--small` takes narrow
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,11 +29,11 @@ from maxds.config import Config
 OURS = "tpu7x-256"  # of the rows of aot.py
 SMALL = (
     "model.num_hidden_layers=5 model.hidden_size=512 model.num_attention_heads=8 model.intermediate_size=1024 "
-    "model.moe_intermediate_size=256 model.q_lora_rank=256 model.kv_lora_rank=128 model.vocab_size=4096"
+    "model.moe_intermediate_size=256 model.q_lora_rank=256 model.vocab_size=4096"
 )
 PEER_SMALL = (
     "override_model_config=true base_num_decoder_layers=5 base_emb_dim=512 base_num_query_heads=8 "
-    "base_num_kv_heads=8 base_mlp_dim=1024 base_moe_mlp_dim=256 q_lora_rank=256 kv_lora_rank=128 vocab_size=4096"
+    "base_num_kv_heads=8 base_mlp_dim=1024 base_moe_mlp_dim=256 q_lora_rank=256 vocab_size=4096"
 )
 # Of the recipe: experts are chosen, not drawn at random; there is no other process, and a key has a new name.
 CHANGES = (
@@ -86,11 +84,9 @@ def compiled(folder: Path, command: list[str], environment: dict[str, str]) -> d
     file, partial = folder / "program.json", folder / "partial.json"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen(command, env=os.environ | environment, stdout=sys.stderr)
-        _, _, usage = os.wait4(process.pid, 0)
+        _, spent = aot.measured(command, environment)
         if not partial.exists():
             sys.exit(f"{folder.name}: the peer failed, as it says above")
-        spent = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "host_bytes": usage.ru_maxrss * 1024}
         file.write_text(json.dumps(json.loads(partial.read_text()) | {"compile": spent}) + "\n")
         partial.unlink()
     return json.loads(file.read_text())
@@ -135,14 +131,6 @@ def theirs(args: argparse.Namespace, batch: int) -> dict:
     return figures
 
 
-def ours(args: argparse.Namespace) -> dict:
-    """Our figures."""
-    name = OURS + "-small" * args.small
-    topology_name, slices, overrides = aot.ROWS[OURS]
-    aot.ROWS[name] = topology_name, slices, f"{overrides} {SMALL * args.small}"
-    return aot.compiled(name, args.out / f"{name}.json")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", type=Path, required=True, help="a checkout of MaxText")
@@ -162,7 +150,10 @@ def main() -> None:
         print(*aot.row(f"MaxText, {batch} sequences a device", peer), sep=" | ", flush=True)
         if peer["fit"]["fits"]:
             break
-    maxds = ours(args)
+    name = OURS + "-small" * args.small
+    topology_name, slices, overrides = aot.ROWS[OURS]
+    aot.ROWS[name] = topology_name, slices, f"{overrides} {SMALL * args.small}"
+    maxds = aot.compiled(name, args.out / f"{name}.json")
     print(*aot.row("maxds, 8 sequences a device", maxds), sep=" | ", flush=True)
     for found in (maxds, peer):
         if not found["fit"]["fits"]:
