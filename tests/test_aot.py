@@ -460,6 +460,16 @@ def test_flops_of_a_batched_product_are_not_those_of_its_window():
     assert cost.Costs(module, CHIP, 1e9).of(module.entry, module.entry.root).flops == 8 * 2 * 64 * 16 * 32
 
 
+def test_taps_that_meet_values_are_those_of_a_table_of_all_pairs():
+    extents = (1, 4), (1, 3, 5), (1, 4), (1, 3), (0, 2), (1, 3)
+    for values, taps, outputs, stride, before, gap in itertools.product(*extents):
+        place = np.arange(outputs)[:, None] * stride + np.arange(taps) - before
+        met = (place % gap == 0) & (place >= 0) & (place <= (values - 1) * gap)
+        assert cost._taps(values, taps, outputs, (stride, before, gap, 1)) == met.sum()
+    many = 2**15  # a batch that is a window; the table would take gigabytes
+    assert cost._taps(many, many, many, (many - 1, 0, many, 1)) == many
+
+
 def test_a_grouped_matmul_without_cost_is_estimated_by_its_shapes():
     found = only('bf16[64,32]{1,0} custom-call(%x, %g), frontend_attributes={ragged_dot_tiling="8,8,8"}')
     assert (found.basis, ns(found.seconds)) == ("grouped matmul", 2 * 64 * 16 * 32)

@@ -225,5 +225,9 @@ def _window(attributes: str, dimension: int) -> tuple[int, int, int, int]:
 def _taps(values: int, taps: int, outputs: int, window: tuple[int, int, int, int]) -> int:
     """How many (output, tap) pairs of a dimension meet a value rather than padding or a gap."""
     stride, before, gap, spread = window
-    place = np.arange(outputs)[:, None] * stride + np.arange(taps)[None] * spread - before
+    first = np.arange(outputs) * stride - before  # where the first tap of each output is
+    if spread == 1:  # without a table of all pairs: of a batch that is a window there are a thousand million
+        last = np.minimum((first + taps - 1) // gap, values - 1)
+        return int(np.sum(np.maximum(last - np.maximum(-(-first // gap), 0) + 1, 0)))
+    place = first[:, None] + np.arange(taps)[None] * spread
     return int(np.sum((place >= 0) & (place % gap == 0) & (place < (values - 1) * gap + 1)))

@@ -73,6 +73,14 @@ COLUMNS = (
 )
 
 
+def measured(command: list[str], environment: dict[str, str] | None = None) -> tuple[int, dict]:
+    """Runs a command, with more in its environment; returns its exit code, and what it spent."""
+    process = subprocess.Popen(command, cwd=ROOT, env=os.environ | (environment or {}), stdout=sys.stderr)
+    _, status, usage = os.wait4(process.pid, 0)
+    spent = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "host_bytes": usage.ru_maxrss * 1024}
+    return os.waitstatus_to_exitcode(status), spent
+
+
 def compiled(name: str, file: Path) -> dict:
     """Figures of a row, from its file or by compiling it."""
     if not file.exists():
@@ -80,11 +88,9 @@ def compiled(name: str, file: Path) -> dict:
         config = f"configs/{CONFIGS.get(name, 'deepseek3-671b')}.yaml"
         command = [sys.executable, "-m", "maxds.compile", config, f"--topology={topology}", f"--slices={slices}"]
         partial = file.with_suffix(".partial")
-        process = subprocess.Popen([*command, f"--json={partial}", *overrides.split()], cwd=ROOT, stdout=sys.stderr)
-        _, status, usage = os.wait4(process.pid, 0)
-        if os.waitstatus_to_exitcode(status) not in (FITS, DOES_NOT_FIT):
+        code, spent = measured([*command, f"--json={partial}", *overrides.split()])
+        if code not in (FITS, DOES_NOT_FIT):
             sys.exit(f"{name}: maxds.compile failed, as it says above")
-        spent = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "host_bytes": usage.ru_maxrss * 1024}
         file.write_text(json.dumps(json.loads(partial.read_text()) | {"compile": spent}, indent=1) + "\n")
         partial.unlink()
     return json.loads(file.read_text())
