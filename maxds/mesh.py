@@ -165,6 +165,22 @@ def make(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
+def rings(mesh: Mesh, axis: str) -> tuple[int, ...]:
+    """How an axis is to be gathered over: of how many devices each ring is, the innermost last.
+
+    v5p's SparseCores gather along one dimension of the torus only: over more at once, nothing is computed meanwhile.
+    """
+    along = np.moveaxis(mesh.devices, AXES.index(axis), 0).reshape(mesh.shape[axis], -1)[:, 0]
+    if along[0].device_kind != "TPU v5":
+        return (len(along),)
+    places = np.array([device.coords for device in along]).T
+    steps = [
+        (int(np.argmax(line != line[0])), len(set(line.tolist()))) for line in places if len(set(line.tolist())) > 1
+    ]
+    found = tuple(size for _, size in sorted(steps, reverse=True))
+    return found if math.prod(found) == len(along) else (len(along),)
+
+
 def compiler_options(device_kind: str, changes: Sequence[str] = ()) -> dict[str, str | bool]:
     """Options that a train step is compiled with, here and ahead of time.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -223,6 +224,7 @@ class Exchange:
     reduced: jnp.dtype  # of sums of gradients over ICI
     reduced_dcn: jnp.dtype  # and over `data`
     float8: bool = False  # whether the weights of matmuls travel in it
+    rings: tuple[int, ...] = ()  # of `mesh.rings`: how to gather over `fsdp`; all at once where there are none
 
     def part(self, names: Sequence[str]) -> "Exchange":
         """Of some entries of what is declared."""
@@ -261,7 +263,7 @@ class Exchange:
 
         def whole(p: Param, x: jax.Array, travels: bool = True) -> jax.Array:
             x = x.reshape(*x.shape[:-2], -1) if p.beside else x
-            return lax.all_gather(x, "fsdp", axis=p.spec.index("fsdp"), tiled=True) if travels else x
+            return all_gather(x, p.spec.index("fsdp"), self.rings) if travels else x
 
         def one(p: Param, x: jax.Array, q: Quantized | None) -> jax.Array | Quantized:
             if q is None:
@@ -341,3 +343,16 @@ class Exchange:
         run.defvjp(lambda shards, w: (slots(w), None), backward)
         w = lax.stop_gradient(self.gather(shards, quantized))
         return with_slots(w, run(shards, w))
+
+
+def all_gather(x: jax.Array, axis: int, rings: Sequence[int]) -> jax.Array:
+    """All-gathers over `fsdp` along a dimension: at once, or over one ring after the other, the innermost first."""
+    gather = functools.partial(lax.all_gather, axis_name="fsdp", axis=axis, tiled=True)
+    if len(rings) < 2:
+        return gather(x)
+    inner = 1
+    for size in reversed(rings):
+        groups = np.arange(math.prod(rings)).reshape(-1, size, inner).swapaxes(1, 2).reshape(-1, size)
+        x = gather(x, axis_index_groups=groups.tolist())
+        inner *= size
+    return x

@@ -434,6 +434,6 @@ def make(config: Config, mesh: Mesh) -> Stepper:
       mesh.MeshError: the model or the batch does not fit the mesh.
       optimizer.PatternError: a pattern of `optimizer.train` matches nothing.
     """
-    network = deepseek.Network(config)
+    network = deepseek.Network(config, mesh_lib.rings(mesh, "fsdp"))
     check(network, dict(mesh.shape))
     return Stepper(config, mesh, network)

@@ -132,7 +132,8 @@ def test_what_is_no_program_is_refused():
     ],
 )
 def test_replica_groups_are_mesh_axes(attributes, axes, size):
-    assert network.replica_axes(attributes, MESH) == (axes, size)
+    found, group = network.replica_axes(attributes, MESH)
+    assert (found, len(group)) == (axes, size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,6 +159,21 @@ def test_the_links_of_an_axis_follow_from_where_its_devices_are():
     assert links.link(["fsdp"]).bandwidth == 4 * chip.ici / 2  # two closed rings
     assert links.link(("fsdp", "expert")).bandwidth == 4 * chip.ici
     assert (links.link(["expert"]).network, links.link(["expert"]).bandwidth) == ("die", chip.die)
+
+
+def test_a_part_of_an_axis_has_the_links_of_its_own_devices_only():
+    chip = topology.CHIPS["TPU v5"]
+    links = network.Network(torus(1, 4, 8, chip), chip, 32)
+    for group, ways in ((range(8), 2), (range(0, 32, 8), 2), (range(32), 4)):  # along z, along y, both
+        over = f"replica_groups={{{{{','.join(map(str, group))}}}}}"
+        gather = links.route(collective("all-gather", "f32[1000]{0}", over), "all-gather")
+        assert gather.axes == ("fsdp",)
+        assert gather.seconds == pytest.approx(4000 * (len(group) - 1) / len(group) / (ways * chip.ici))
+    assert [link.about.partition(": ")[2] for link in links.used.values()] == [
+        "2 along z",
+        "2 along y",
+        "2 along y + 2 along z",
+    ]
 
 
 def collective(opcode, shape, attributes):

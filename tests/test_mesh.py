@@ -4,7 +4,9 @@ import os
 import resource
 import subprocess
 import sys
+import types
 
+import numpy as np
 import pytest
 
 from maxds import mesh
@@ -43,6 +45,21 @@ def test_data_crosses_the_slices_and_the_other_axes_stay_inside():
     assert len(devices) == grid.size and grid.shape == (4, 2, 1)
     for replica in grid:
         assert len({device.slice_index for device in replica.flat}) == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "places", "found"),
+    [
+        ("TPU v5", [(0, y, z) for y in range(4) for z in range(8)], (4, 8)),
+        ("TPU v5", [(0, y, z) for z in range(8) for y in range(4)], (8, 4)),
+        ("TPU v5", [(x, 0, 0) for x in range(4)], (4,)),
+        ("TPU7x", [(0, y, z) for y in range(4) for z in range(8)], (32,)),
+    ],
+)
+def test_v5p_gathers_over_one_dimension_of_the_torus_after_the_other(kind, places, found):
+    devices = np.empty((1, len(places), 1), object)
+    devices[0, :, 0] = [types.SimpleNamespace(device_kind=kind, coords=place) for place in places]
+    assert mesh.rings(types.SimpleNamespace(devices=devices, shape={"fsdp": len(places)}), "fsdp") == found
 
 
 @pytest.mark.parametrize(

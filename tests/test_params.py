@@ -125,6 +125,18 @@ def test_a_stepper_starts_in_its_shards_with_the_declared_weights():
             assert np.std(weight) == pytest.approx(std, rel=0.3), path
 
 
+@pytest.mark.parametrize("rings", [(), (8,), (2, 4), (4, 2), (2, 2, 2)])
+def test_what_is_gathered_ring_by_ring_is_what_is_gathered_at_once(rings):
+    mesh = mesh_lib.make(Mesh(data=1, fsdp=8, expert=1), jax.devices())
+    whole = jnp.arange(48.0).reshape(3, 16)
+
+    def per_device(x):
+        return params.all_gather(x, 1, rings)
+
+    gather = jax.shard_map(per_device, mesh=mesh, in_specs=P(None, "fsdp"), out_specs=P("data"), check_vma=False)
+    np.testing.assert_array_equal(gather(whole), whole)
+
+
 @pytest.mark.parametrize(
     ("ici", "dcn", "expected"),
     [

@@ -31,7 +31,7 @@ class Network:
         of_slice = mesh.devices.shape[0] * partitions // mesh.size
         self.devices = mesh.devices[:of_slice] if of_slice else mesh.devices
         self.shape = dict(zip(self.names, self.devices.shape, strict=True))
-        self.used: dict[tuple[str, ...], Link] = {}  # axes -> links, of the collectives seen so far
+        self.used: dict[tuple[str, ...], Link] = {}  # axes, or what of them -> links, of the collectives seen so far
 
     def route(self, collective: Instruction, opcode: str) -> Route:
         """What a collective runs over, and for how long.
@@ -42,12 +42,13 @@ class Network:
         if opcode == "send":
             size = sum(a.bytes for a in collective.elements[0])
             return Route((self.names[0],), "dcn", size, size / self.chip.dcn)
-        axes, group = replica_axes(collective.attributes, self.shape)
+        axes, members = replica_axes(collective.attributes, self.shape)
+        group = len(members)
         # What starts a collective returns its operands too, first; but not an all-reduce.
         with_operands = collective.opcode.endswith("-start") and opcode != "all-reduce"
         results = collective.elements[1:2] if with_operands else collective.elements
         size = sum(a.bytes for arrays in results for a in arrays)
-        link = self._link(axes)
+        link = self._link(axes, members)
         if opcode in ("collective-permute", "collective-broadcast"):
             return Route(axes, link.network, size, size / self.chip.ici)
         whole = size * {"reduce-scatter": group, "all-reduce": 2}.get(opcode, 1)
@@ -55,15 +56,20 @@ class Network:
         hops = max(1.0, group / 4) if opcode.endswith("all-to-all") else 1.0
         return Route(axes, link.network, moved, moved * hops / link.bandwidth if group > 1 else 0.0)
 
-    def _link(self, axes: tuple[str, ...]) -> Link:
-        if axes not in self.used:
-            self.used[axes] = self.link(axes)
-        return self.used[axes]
+    def _link(self, axes: tuple[str, ...], group: Sequence[int]) -> Link:
+        """The links of a group of devices, by their numbers; a group may be a part of its axes."""
+        whole = len(group) == math.prod(self.shape[axis] for axis in axes)
+        name = axes if whole else (*axes, f"({len(group)}, {group[1] - group[0]} apart)")
+        if name not in self.used:
+            self.used[name] = self.link(axes) if whole else self._links([self.devices.flat[n] for n in group])
+        return self.used[name]
 
     def link(self, axes: Sequence[str]) -> Link:
         """The links between the devices that differ in `axes` only."""
-        chip, members = self.chip, self._members(axes)
-        chips = {tuple(d.coords) for d in members}
+        return self._links(self._members(axes))
+
+    def _links(self, members: Sequence[Any]) -> Link:
+        chip, chips = self.chip, {tuple(d.coords) for d in members}
         if len(chips) == 1:
             return Link("die", chip.die, f"between the dies of a chip, {chip.die / 1e9:g} GB/s one way")
         extents = [len({d.coords[i] for d in self.devices.flat}) for i in range(3)]
@@ -97,14 +103,14 @@ def axes_of(group: Sequence[int], mesh_shape: dict[str, int]) -> tuple[str, ...]
     return tuple(axis for axis, row in zip(mesh_shape, places, strict=True) if len(set(row.tolist())) > 1)
 
 
-def replica_axes(attributes: str, mesh_shape: dict[str, int]) -> tuple[tuple[str, ...], int]:
+def replica_axes(attributes: str, mesh_shape: dict[str, int]) -> tuple[tuple[str, ...], list[int]]:
     """What a collective runs over, from its attributes.
 
     Returns:
-      The mesh axes; how many devices a group has.
+      The mesh axes; the first of its groups of devices.
     """
     group = replica_group(attributes, math.prod(mesh_shape.values()))
-    return axes_of(group, mesh_shape), len(group)
+    return axes_of(group, mesh_shape), group
 
 
 def replica_group(attributes: str, total: int) -> list[int]:

@@ -63,6 +63,7 @@ class Network:
     """The model bound to its config: what the step, evaluation and sampling call inside `shard_map`."""
 
     config: Config
+    rings: tuple[int, ...] = ()  # as of `Exchange`
 
     @property
     def model(self) -> Model:
@@ -88,7 +89,7 @@ class Network:
         """How weights of this declaration travel. Stacked weights travel a layer at a time."""
         precision = self.config.precision
         compute, ici, dcn = map(jnp.dtype, (precision.compute, precision.reduce, precision.reduce_dcn))
-        return Exchange(declared, compute, ici, dcn, self.float8)
+        return Exchange(declared, compute, ici, dcn, self.float8, self.rings)
 
     def members(self, stack: Stack, declared: Tree) -> list[schedule.Member]:
         """The layers of a turn, of a stack declared like this."""
