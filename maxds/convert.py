@@ -16,7 +16,6 @@ import pathlib
 import shutil
 import sys
 import tempfile
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from typing import Any
@@ -24,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import tqdm
+import xxhash
 import yaml
 from absl import flags, logging
 
@@ -105,7 +105,7 @@ class Work:
     def _begin(self) -> dict[str, list[int]]:
         """Makes the folder, unless it is there: then what was done before, and its checksums."""
         job, notes = (self.folder / name for name in _NOTES)
-        identity = json.loads(json.dumps(self.identity))
+        identity = json.loads(json.dumps(self.identity | {"checksum": "xxh3_64", "maxds": maxds.__version__}))
         with contextlib.suppress(OSError, ValueError):
             if json.loads(job.read_text()) == identity:
                 lines = notes.read_text().splitlines(keepends=True) if notes.exists() else []
@@ -136,7 +136,7 @@ class Work:
 
 def checksum(arrays: Sequence[np.ndarray]) -> list[int]:
     """Of the bytes of each."""
-    return [zlib.crc32(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in arrays]
+    return [xxhash.xxh3_64_intdigest(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in arrays]
 
 
 def _check_target(target: str, needed: int) -> pathlib.Path:
@@ -205,7 +205,7 @@ def from_hf(source: str, out: str) -> None:
         return convert, write, lambda cell: [arrays.read(a, cell.index) for a in cell.row.arrays]
 
     used = {t.file for t in found.values()} | {folder / name for name in ("config.json", *TOKENIZER)}
-    identity = {"from": _stamp(sorted(used)), "config": text, "maxds": maxds.__version__}
+    identity = {"from": _stamp(sorted(used)), "config": text}
     _check_target(out, sum(map(nbytes, todo)))
     Work(target, identity, prepare, open_, todo, nbytes).do()
     print(
@@ -401,7 +401,7 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
         return convert, write, lambda cell: [laid[name].read() for name in cell.tensors]
 
     metadata = folder / "checkpoints" / str(step) / "_CHECKPOINT_METADATA"
-    identity = {"from": _stamp([metadata]), "config": about, "maxds": maxds.__version__}
+    identity = {"from": _stamp([metadata]), "config": about}
     target = _check_target(out, sum(map(nbytes, todo)))
     Work(target, identity, prepare, open_, todo, nbytes).do()
     print(f"{out}: {len(wanted)} tensors of step {step}, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared")

@@ -846,17 +846,27 @@ def test_a_killed_conversion_goes_on_and_equals_a_straight_one(direction, tmp_pa
 
 
 def test_a_conversion_of_something_else_is_not_gone_on_with(v3, tmp_path, capsys):
-    hf, partial = shutil.copytree(v3[0] / "hf", tmp_path / "hf"), tmp_path / "out.partial"
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(convert, "checksum", lambda arrays: (_ for _ in ()).throw(KeyboardInterrupt))
-        patch.setattr(convert, "_altered", lambda *_: [])
-        convert.from_hf(str(hf), str(tmp_path / "out"))
-    assert partial.exists()
-    given = json.loads((hf / "config.json").read_text())
-    (hf / "config.json").write_text(json.dumps(given | {"rope_theta": 77}))
-    convert.from_hf(str(hf), str(tmp_path / "out"))
+    hf, out = shutil.copytree(v3[0] / "hf", tmp_path / "hf"), str(tmp_path / "out")
+
+    def interrupted():
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(convert, "checksum", lambda arrays: (_ for _ in ()).throw(KeyboardInterrupt))
+            patch.setattr(convert, "_altered", lambda *_: [])
+            convert.from_hf(str(hf), out)
+
+    def change(file, of):
+        file.write_text(json.dumps(of(json.loads(file.read_text()))))
+
+    interrupted()
+    interrupted()
+    assert "going on" in capsys.readouterr().out
+    change(tmp_path / "out.partial" / "job.json", lambda job: {k: v for k, v in job.items() if k != "checksum"})
+    interrupted()  # an older maxds named no checksum, and took another
     assert "going on" not in capsys.readouterr().out
-    assert trained.read_config(str(tmp_path / "out")).model.rope_theta == 77
+    change(hf / "config.json", lambda given: given | {"rope_theta": 77})
+    convert.from_hf(str(hf), out)
+    assert "going on" not in capsys.readouterr().out
+    assert trained.read_config(out).model.rope_theta == 77
 
 
 def test_what_reads_back_otherwise_is_told_and_removed(v3, tmp_path, monkeypatch):
@@ -870,6 +880,22 @@ def test_what_reads_back_otherwise_is_told_and_removed(v3, tmp_path, monkeypatch
     with pytest.raises(convert.DamageError, match=told):
         convert.to_hf(str(v3[0] / "run"), str(tmp_path / "out"))
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("direction", ["from_hf", "to_hf"])
+def test_a_bit_that_flips_before_the_end_is_found(direction, v3, tmp_path, monkeypatch):
+    each = convert.Work._each
+
+    def flipping(self, what, *args):
+        if what == "comparing":
+            file = max((f for f in self.folder.rglob("*") if f.is_file()), key=lambda f: f.stat().st_size)
+            file.write_bytes(file.read_bytes()[:-1] + bytes([file.read_bytes()[-1] ^ 1]))
+        return each(self, what, *args)
+
+    monkeypatch.setattr(convert.Work, "_each", flipping)
+    work, source = (convert.from_hf, "hf") if direction == "from_hf" else (convert.to_hf, "run")
+    with pytest.raises(convert.DamageError, match=r"^1 of \d+ parts read back otherwise"):
+        work(str(v3[0] / source), str(tmp_path / "out"))
 
 
 MEASURE = """

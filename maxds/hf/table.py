@@ -14,13 +14,15 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
+import jax
 import numpy as np
 
 from maxds.architecture import Model
 from maxds.model import layout
 
 IGNORED = ".rotary_emb.inv_freq"  # tensors with this end are worked out from config.json
-BLOCK = 16  # rows that a transposition handles at once, so that whole cache lines are read and written
+BLOCK = 2**21  # bytes that are transposed at once, and stay in the cache
+LINE = 64  # bytes that memory is read by
 
 Shape = tuple[int, ...]
 
@@ -105,17 +107,19 @@ def _group(part: str) -> list[str]:
 
 
 def _copy(to: np.ndarray, of: np.ndarray) -> None:
-    """Copies between views whose memory may be laid out in different orders; NumPy alone takes ten times as long."""
-    if to.dtype == of.dtype:  # as integers, since NumPy is slower with dtypes that are not its own
-        to, of = (x.view(f"u{x.itemsize}") for x in (to, of))
-    if to.ndim > 2:
-        for one, other in zip(to, of, strict=True):
-            _copy(one, other)
-    elif to.ndim == 2:
-        for i in range(0, len(to), BLOCK):
-            np.copyto(to[i : i + BLOCK], of[i : i + BLOCK], casting="same_kind")
-    else:
+    """Copies between views whose memory may be laid out in different orders.
+
+    XLA transposes, some rows of `to` at a time, since NumPy takes two to fifteen times as long.
+    """
+    order = np.argsort(to.strides, kind="stable")[::-1]  # of the memory that is written
+    to, of = to.transpose(order), of.transpose(order)
+    if of.flags.c_contiguous:
         np.copyto(to, of, casting="same_kind")
+        return
+    rows = max(BLOCK * len(of) // of.nbytes, LINE // of.itemsize)
+    for i in range(0, len(to), rows):
+        turned = jax.device_put(of[i : i + rows], jax.local_devices(backend="cpu")[0])
+        np.copyto(to[i : i + rows], np.asarray(turned), casting="same_kind")
 
 
 @dataclasses.dataclass(frozen=True)
