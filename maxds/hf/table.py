@@ -109,7 +109,7 @@ def _group(part: str) -> list[str]:
 def _copy(to: np.ndarray, of: np.ndarray) -> None:
     """Copies between views whose memory may be laid out in different orders.
 
-    XLA transposes, some rows of `to` at a time, since NumPy takes two to fifteen times as long.
+    XLA transposes, some rows of `to` at a time, since NumPy takes up to ten times as long.
     """
     order = np.argsort(to.strides, kind="stable")[::-1]  # of the memory that is written
     to, of = to.transpose(order), of.transpose(order)
