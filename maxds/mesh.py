@@ -174,9 +174,7 @@ def rings(mesh: Mesh, axis: str) -> tuple[int, ...]:
     if along[0].device_kind != "TPU v5":
         return (len(along),)
     places = np.array([device.coords for device in along]).T
-    steps = [
-        (int(np.argmax(line != line[0])), len(set(line.tolist()))) for line in places if len(set(line.tolist())) > 1
-    ]
+    steps = [(int(np.argmax(line != line[0])), len(np.unique(line))) for line in places if np.ptp(line)]
     found = tuple(size for _, size in sorted(steps, reverse=True))
     return found if math.prod(found) == len(along) else (len(along),)
 
