@@ -87,13 +87,14 @@ class Work:
             for cell, found in self._each("converting", left, one):
                 done[cell.tensors[0]] = found
                 notes.write(json.dumps([cell.tensors[0], found]) + "\n")
-        compared = self._each("comparing", self.cells, lambda cell: checksum(read(cell)))
+        backwards = self.cells[::-1]  # the page cache has the end of what was written, not the beginning
+        compared = self._each("comparing", backwards, lambda cell: checksum(read(cell)))
         wrong = [cell for cell, found in compared if found != done[cell.tensors[0]]]
         if wrong:
             shutil.rmtree(self.folder)
             raise DamageError(
                 f"{len(wrong)} of {len(self.cells)} parts read back otherwise than they were written, such as "
-                f"{wrong[0].tensors[0]}; look after the disk of {self.target.parent} and run the command again"
+                f"{wrong[-1].tensors[0]}; look after the disk of {self.target.parent} and run the command again"
             )
         for name in _NOTES:
             (self.folder / name).unlink()

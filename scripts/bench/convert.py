@@ -3,11 +3,12 @@
     python scripts/bench/convert.py GIGABYTES [FOLDER]
 
 The checkpoint has V3's build with expert matrices of 2,048 x 1,408 in bfloat16, and as many layers as the size asks
-for. FOLDER (a new one in the system's folder for temporary files) needs room for twice the size. Everything is
-written through to the disk before a clock stops. Each conversion is a process of its own; its memory is its resident
-high-water mark.
+for. A new folder in FOLDER (by default the system's for temporary files) needs room for three times the size. What is
+read is on the disk alone, not in the page cache, when a clock starts, and all is written through to the disk before it
+stops. Each conversion is a process of its own; its memory is its resident high-water mark.
 """
 
+import functools
 import json
 import os
 import pathlib
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -68,11 +70,19 @@ def make(folder: pathlib.Path, size: float) -> int:
     return sum(f.stat().st_size for f in folder.glob("*.safetensors"))
 
 
-def timed(what: str, size: int, work) -> float:
+def forget(folder: pathlib.Path) -> None:
+    """Leaves nothing of a folder's files in the page cache."""
+    os.sync()
+    for path in filter(pathlib.Path.is_file, folder.rglob("*")):
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def timed(what: str, size: int, work: Callable[[pathlib.Path, pathlib.Path], int], *folders: pathlib.Path) -> float:
     """Runs `work` and writes what it wrote through to the disk; prints and returns bytes per second."""
     os.sync()
     start = time.perf_counter()
-    found = work()
+    found = work(*folders)
     os.sync()
     seconds = time.perf_counter() - start
     peak = f", peak {found / 1e9:.2f} GB" if found else ""
@@ -80,25 +90,41 @@ def timed(what: str, size: int, work) -> float:
     return size / seconds
 
 
+def copy(source: pathlib.Path, target: pathlib.Path) -> int:
+    """Copies a folder; its memory does not count."""
+    shutil.copytree(source, target)
+    return 0
+
+
+def convert(way: str, source: pathlib.Path, target: pathlib.Path) -> int:
+    """Runs the command; returns its memory at the peak, in bytes."""
+    command = [sys.executable, "-m", "maxds.convert", way, str(source), str(target)]
+    child = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(child.pid, 0)
+    assert status == 0
+    return used.ru_maxrss * 1024
+
+
 def main(folder: pathlib.Path, size: float) -> None:
     """Prints what each takes, and its ratio to copying."""
     size = make(folder / "hf", size)
     print(f"{size / 1e9:.2f} GB, {len(json.loads((folder / 'hf' / files.INDEX).read_text())['weight_map'])} tensors")
-
-    def convert(*args) -> int:
-        child = subprocess.Popen([sys.executable, "-m", "maxds.convert", *map(str, args)], stdout=subprocess.DEVNULL)
-        _, status, used = os.wait4(child.pid, 0)
-        assert status == 0
-        return used.ru_maxrss * 1024
-
-    # Each but the first is given the memory that files before it were cached in: a virtual machine is slow to get new.
-    for what in ("copy, not counted", "copy"):
-        copied = timed(what, size, lambda: shutil.copytree(folder / "hf", folder / "copy") and None)
-        shutil.rmtree(folder / "copy")
-    there = timed("from_hf", size, lambda: convert("from_hf", folder / "hf", folder / "run"))
-    shutil.rmtree(folder / "hf")
-    back = timed("to_hf", size, lambda: convert("to_hf", folder / "run", folder / "back"))
-    print(f"speed over that of copying: from_hf {there / copied:.2f}, to_hf {back / copied:.2f}")
+    # First of all a copy that does not count: a virtual machine is slow to get memory that it has not had before.
+    timed("copy, not counted", size, copy, folder / "hf", folder / "copy")
+    shutil.rmtree(folder / "copy")
+    works = {
+        "copy": ("hf", "copy", copy),
+        "from_hf": ("hf", "run", functools.partial(convert, "from_hf")),
+        "to_hf": ("run", "back", functools.partial(convert, "to_hf")),
+    }
+    speed = {}
+    for what, (source, target, work) in works.items():
+        forget(folder / source)
+        speed[what] = timed(what, size, work, folder / source, folder / target)
+        if target != "run":
+            shutil.rmtree(folder / target)
+    ratios = ", ".join(f"{what} {speed[what] / speed['copy']:.2f}" for what in ("from_hf", "to_hf"))
+    print(f"speed over that of copying: {ratios}")
 
 
 if __name__ == "__main__":
