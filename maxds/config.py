@@ -19,6 +19,7 @@ class Mesh:
     data: int = 1  # replicas; across slices this axis runs over DCN
     fsdp: int = -1  # weights, gradients and optimizer state are split over it
     expert: int = 1  # routed experts are split over it
+    context_parallel: bool = False  # and each sequence, too: for those of which a device cannot hold two
     cpu_devices: int | None = None  # train on this many virtual CPU devices
 
     def __post_init__(self):
@@ -522,6 +523,18 @@ class Config:
             (
                 self.schedule.tables == "device" or bool(model.engram_layer_ids),
                 f"schedule.tables={self.schedule.tables} has no effect without model.engram_layer_ids",
+            ),
+            *(
+                (
+                    not (mesh.context_parallel and found),
+                    f"mesh.context_parallel=true does not go with {what}, which needs the tokens before on the same "
+                    f"device: set it to false",
+                )
+                for what, found in {
+                    "model.index_topk": model.index_topk is not None,
+                    "model.compress_ratios": model.compress_ratios is not None,
+                    "model.engram_layer_ids": bool(model.engram_layer_ids),
+                }.items()
             ),
             (
                 mesh.expert < 1 or model.n_routed_experts % mesh.expert == 0,

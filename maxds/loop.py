@@ -107,7 +107,7 @@ class Loop:
         return self.step + self.left_out
 
     def _batches(self) -> Iterator[dict[str, jax.Array]]:
-        mine = self.data.batches(self.position, jax.process_index(), jax.process_count())
+        mine = self.data.batches(self.position, *self.stepper.share)
         return (self.stepper.batch(rows) for rows in self._reading(mine))
 
     def _next(self, batches: Iterator[dict[str, jax.Array]]) -> dict[str, jax.Array]:
@@ -280,7 +280,7 @@ class Loop:
     def evaluate(self) -> None:
         """Means of every term over the held-out batches."""
         totals: dict[str, dict[str, float]] = {}
-        held_out = self.data.eval_batches(self.config.eval.batches, jax.process_index(), jax.process_count())
+        held_out = self.data.eval_batches(self.config.eval.batches, *self.stepper.share)
         for rows in self._reading(held_out):
             found = self.stepper.evaluate(self.state.params, self.state.router_bias, self.stepper.batch(rows))
             totals = jax.tree.map(np.add, totals, jax.device_get(found)) if totals else jax.device_get(found)

@@ -4,7 +4,8 @@
     fsdp     every weight, gradient and optimizer state is split over it
     expert   routed experts are split over it: tokens travel to them
 
-The batch is split over all three.
+The batch is split over all three: its sequences, or with `mesh.context_parallel` those over `data` and `fsdp`, and each
+of them over `expert`.
 """
 
 import ctypes
@@ -24,6 +25,7 @@ from maxds.config import Mesh as MeshConfig
 
 AXES = ("data", "fsdp", "expert")
 BATCH = PartitionSpec(AXES)
+SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_parallel`
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
 # fusions may use 64 MiB of VMEM, and host transfers begin well before they are needed: the compiler thinks them faster.
@@ -201,11 +203,34 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def check_rows(devices: int, rows: int, *, per_device: int, what: str) -> None:
-    """Raises MeshError unless `rows` gives every device a multiple of `per_device` rows."""
-    unit = devices * per_device
-    if rows % unit:
+def share(sharding: NamedSharding, rows: int) -> tuple[int, int]:
+    """Which share of the rows of an array this process needs, and of how many.
+
+    Args:
+      sharding: of the array, [rows columns]; processes that need the same rows, for other columns, have one share.
+      rows: a multiple of the parts that they are split into.
+
+    Raises:
+      MeshError: processes need some of the same rows, and not all.
+    """
+    needed: dict[int, set[int]] = {}
+    for device, (part, _) in sharding.devices_indices_map((rows, sharding.mesh.shape["expert"])).items():
+        needed.setdefault(device.process_index, set()).add(part.start or 0)
+    shares = list(dict.fromkeys(frozenset(needed[process]) for process in sorted(needed)))
+    if sum(map(len, shares)) != len(frozenset.union(*shares)) or len(set(map(len, shares))) > 1:
         raise MeshError(
-            f"{what}={rows} does not give each of the {devices} devices a multiple of {per_device} sequences; "
+            f"mesh.context_parallel=true: mesh.expert={sharding.mesh.shape['expert']} crosses processes unevenly, so "
+            "that some need parts of the same sequences; choose another mesh.expert"
+        )
+    return shares.index(frozenset(needed[jax.process_index()])), len(shares)
+
+
+def check_rows(devices: int, rows: int, *, per_device: int, what: str, group: int = 1) -> None:
+    """Raises MeshError unless `rows` gives every device, or each group that shares rows, a multiple of `per_device`."""
+    unit = devices // group * per_device
+    if rows % unit:
+        who = f"{devices} devices" if group == 1 else f"{devices // group} groups of {group} devices"
+        raise MeshError(
+            f"{what}={rows} does not give each of the {who} a multiple of {per_device} sequences; "
             f"try {max(unit, rows // unit * unit)} or {(rows // unit + 1) * unit}"
         )

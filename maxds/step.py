@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxds import host, optimizer, params, tables
@@ -47,6 +47,17 @@ class Stepper:
     config: Config
     mesh: Mesh
     network: deepseek.Network
+
+    @property
+    def batch_sharding(self) -> NamedSharding:
+        """Of a global batch [global_batch S]."""
+        split = self.config.mesh.context_parallel
+        return NamedSharding(self.mesh, mesh_lib.SPLIT_BATCH if split else mesh_lib.BATCH)
+
+    @functools.cached_property
+    def share(self) -> tuple[int, int]:
+        """Which share of each global batch's sequences this process reads, and of how many."""
+        return mesh_lib.share(self.batch_sharding, self.config.data.global_batch)
 
     # --------------------------------------------------------------------------------- state
 
@@ -224,7 +235,7 @@ class Stepper:
 
     def loss_and_grads(self, weights, bias, batch, mode: Mode):
         """Gradients (sharded as the weights); sums and counts of each term; what was seen: of the global batch."""
-        spec, batch_spec = params.specs(self.network.declared), mesh_lib.BATCH
+        spec, batch_spec = params.specs(self.network.declared), self.batch_sharding.spec
         return jax.shard_map(
             self._per_device,
             mesh=self.mesh,
@@ -280,7 +291,7 @@ class Stepper:
         part = {
             k: jax.ShapeDtypeStruct((len(a) // parts, *a.shape[1:]), a.dtype) for k, a in self.abstract_batch.items()
         }
-        specs = params.specs(self.network.declared), P(), mesh_lib.BATCH
+        specs = params.specs(self.network.declared), P(), self.batch_sharding.spec
         tapes = jax.shard_map(self.network.tapes, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)
         found = jax.eval_shape(tapes, self.abstract_state.params, self.abstract_state.router_bias, part)
         layers = {stack: about.count for stack, about in layout.stacks(model).items()}
@@ -304,7 +315,7 @@ class Stepper:
             _, (sums, _) = network.objective(weights, params.no_grads(weights), bias, batch, scales)
             return lax.psum({"sums": sums, "counts": network.counts(batch)}, mesh_lib.AXES)
 
-        specs = params.specs(self.network.declared), P(), mesh_lib.BATCH
+        specs = params.specs(self.network.declared), P(), self.batch_sharding.spec
         return jax.shard_map(per_device, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)(
             weights, bias, batch
         )
@@ -337,7 +348,7 @@ class Stepper:
     @functools.cached_property
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Shapes of a global batch."""
-        data, sharding = self.config.data, mesh_lib.batch_sharding(self.mesh)
+        data, sharding = self.config.data, self.batch_sharding
         row = jax.ShapeDtypeStruct((data.global_batch, data.sequence_length), jnp.int32, sharding=sharding)
         return dict.fromkeys(("tokens", "targets", "segments", "positions"), row)
 
@@ -372,12 +383,13 @@ class Stepper:
             ) from None
 
     def batch(self, rows: dict) -> dict:
-        """A global batch out of the rows of this process, int32 [global_batch / processes S].
+        """A global batch out of the rows of this process's `share`, int32 [global_batch / shares S].
 
         Where a ramp's batch has fewer, each device's last parts are empty.
         """
-        sharding, devices = mesh_lib.batch_sharding(self.mesh), self.mesh.local_mesh.size
-        room = self.config.data.global_batch // self.mesh.size
+        sharding, whole = self.batch_sharding, self.abstract_batch["tokens"].shape
+        room = sharding.shard_shape(whole)[0]
+        devices = whole[0] // self.share[1] // room  # that have rows of their own
 
         def filled(name: str, own: np.ndarray) -> np.ndarray:
             missing = room - len(own) // devices
@@ -386,7 +398,7 @@ class Stepper:
             shares, empty = own.reshape(devices, -1, own.shape[-1]), [(0, 0), (0, missing), (0, 0)]
             return np.pad(shares, empty, constant_values=-1 if name == "targets" else 0).reshape(-1, own.shape[-1])
 
-        return {k: jax.make_array_from_process_local_data(sharding, filled(k, v)) for k, v in rows.items()}
+        return {k: jax.make_array_from_process_local_data(sharding, filled(k, v), whole) for k, v in rows.items()}
 
 
 def _chosen(sound: jax.Array, new: Tree, old: Tree) -> Tree:
@@ -424,7 +436,21 @@ def check(network: deepseek.Network, sizes: dict[str, int]) -> None:
         config.data.global_batch,
         per_device=config.optimizer.accumulate_steps * network.microbatches,
         what="data.global_batch",
+        group=sizes["expert"] if network.split_sequences else 1,
     )
+    wrong = [
+        f"{what}={n}"
+        for what, n in (
+            ("data.sequence_length", config.data.sequence_length),
+            ("model.num_attention_heads", config.model.num_attention_heads),
+        )
+        if network.split_sequences and n % sizes["expert"]
+    ]
+    if wrong:
+        raise mesh_lib.MeshError(
+            f"mesh.context_parallel=true splits {' and '.join(wrong)} over mesh.expert={sizes['expert']}, which does "
+            "not divide it; choose another mesh.expert"
+        )
 
 
 def make(config: Config, mesh: Mesh) -> Stepper:

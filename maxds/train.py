@@ -117,7 +117,8 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
         lines.use_objects(jax.process_index())
     with metrics.Log(config, primary=jax.process_index() == 0) as log:
         cache = mesh_lib.use_compile_cache(config.compile_cache_dir, log.note)
-        stepper, data = make_stepper(config, log), open_data(config, cache, log)
+        stepper = make_stepper(config, log)
+        data = open_data(config, cache, stepper.share, log)
         program = load_executable(aot, stepper, log) if aot else None
         process = f"process {jax.process_index()} of {jax.process_count()}"
         with (
@@ -194,7 +195,7 @@ def load_executable(path: str, stepper: step_lib.Stepper, log: metrics.Log) -> j
         return executable.load(path, stepper)
 
 
-def open_data(config: Config, cache: str | None, log: metrics.Log) -> data_lib.Data:
+def open_data(config: Config, cache: str | None, share: tuple[int, int], log: metrics.Log) -> data_lib.Data:
     """The data, after a look at what is only needed later: a run that must fail does so before it trains.
 
     Raises:
@@ -204,7 +205,7 @@ def open_data(config: Config, cache: str | None, log: metrics.Log) -> data_lib.D
     with log.phase("data") as phase:
         data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, cache)
         if config.eval.every_steps is not None:
-            data.eval_batches(config.eval.batches, jax.process_index(), jax.process_count())
+            data.eval_batches(config.eval.batches, *share)
         if config.sample is not None:
             generate.encode(config.model, data.tokenizer, config.sample)
         phase.detail = f"fingerprint {data.fingerprint[:12]}"

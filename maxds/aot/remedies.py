@@ -92,7 +92,7 @@ def _schedules(config: Config) -> Iterator[Setting]:
 def _parts(stepper: Stepper) -> Iterator[Setting]:
     """More and smaller parts of a batch, of which a ramp's batches are whole ones too."""
     parts, data = stepper.config.optimizer.accumulate_steps, stepper.config.data
-    rows = data.global_batch // stepper.mesh.size // stepper.network.microbatches
+    rows = stepper.batch_sharding.shard_shape(stepper.abstract_batch["tokens"].shape)[0] // stepper.network.microbatches
     for more in range(parts + 1, rows + 1):
         if rows % more == 0 and all(more * size % data.global_batch == 0 for size in data.batch_sizes):
             yield {"optimizer": {"accumulate_steps": more}}

@@ -7,11 +7,12 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxds.architecture import Model
-from maxds.model import indexer, kernels, residual
+from maxds.model import indexer, kernels, residual, sequences
 from maxds.model.indexer import Index
 from maxds.model.ops import matmul, rms_norm, rotate, softmax_scale
 from maxds.model.residual import Stream
@@ -120,23 +121,28 @@ def absorbed(c: Model, w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.
     return jnp.einsum("bnsc,cnv->bnsv", out, dequantized(w.v_up))
 
 
-def attend_to(c: Model, w: Attention, x: Stream, rope: Tree, read: Callable) -> tuple[Stream, Tree]:
+def attend_to(
+    c: Model, w: Attention, x: Stream, rope: Tree, read: Callable, row: sequences.Row | None = None
+) -> tuple[Stream, Tree]:
     """The stream with the attention of its tokens to what `read` knows.
 
     Args:
       rope: cos and sin of the tokens' positions.
       read: (queries, `latents` of the tokens, what an indexer makes of them) -> (attention's output
         [B N S v_head_dim], anything).
+      row: of sequences that are split: `w` is then `sequences.own_heads`, and `read` is of all tokens, and these heads.
 
     Returns:
       The stream, and whatever else `read` returned.
     """
     y, x = residual.read(c, w.hyper, x)
     y = rms_norm(y, w.norm, c.rms_norm_eps)
-    source = query_source(c, w, y)
-    q = checkpoint_name(queries(c, w, source, rope), "query")
+    source, cached = query_source(c, w, y), latents(c, w, y, rope)
     index = None if w.indexer is None else indexer.look(c, w.indexer, y, source, rope)
-    out, more = read(q, latents(c, w, y, rope), index)
+    if row is not None:
+        (source, cached), rope = sequences.whole((source, cached)), row.rope
+    out, more = read(checkpoint_name(queries(c, w, source, rope), "query"), cached, index)
+    out = out if row is None else sequences.all_heads(out)
     return residual.add(x, matmul("bnsv,ndv->bsd", out, w.out)), more
 
 
@@ -148,12 +154,16 @@ def attend(
     With an indexer it also keeps the selection, so that it never differs, beside the indexer's loss. If `scored`, it
     tells the largest score of each head [N], for `clipped`.
     """
-    segments, kept = given.tokens.segments, kept or {}
+    row, kept = given.tokens.row, kept or {}
+    segments = given.tokens.segments if row is None else row.segments
+    w = w if row is None else sequences.own_heads(w)
 
     def read(q: jax.Array, cached: tuple, index: Index | None):
         k, v = expanded(w, cached)
         if index is None:
             out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), scored=scored)
+            if row is not None and top is not None:
+                top = lax.all_gather(top, "expert", tiled=True)
             return out, {"attention": attention, "top_score": top}
         selected, loss = kept.get("selection") or (indexer.select(c, index, segments), None)
         out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), selected, scored)
@@ -161,7 +171,7 @@ def attend(
         loss = indexer.divergence(index, attended, loss)
         return out, {"attention": attention, "selection": (selected, loss), "top_score": top}
 
-    x, found = attend_to(c, w, x, given.tokens.rope, read)
+    x, found = attend_to(c, w, x, given.tokens.rope, read, row)
     if "selection" in found:
         x = dataclasses.replace(x, indexer=x.indexer + found["selection"][1])
     return x, found

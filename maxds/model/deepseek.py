@@ -19,7 +19,7 @@ from maxds import params as params_lib
 from maxds import schedule, tables
 from maxds.architecture import Model
 from maxds.config import Config
-from maxds.model import attention, compressed, engram, layout, moe, ops, residual
+from maxds.model import attention, compressed, engram, layout, moe, ops, residual, sequences
 from maxds.model.layout import Kind, Mtp, Stack, Weights
 from maxds.model.residual import Stream
 from maxds.params import Exchange, Tree
@@ -43,6 +43,7 @@ class Context:
     positions: jax.Array  # [B S] int32, within the document
     rope: ops.RopeTable  # [B S qk_rope_head_dim]
     far_rope: ops.RopeTable | None  # that of layers that compress; None without
+    row: sequences.Row | None  # where sequences are split: of whole ones
 
 
 @flax.struct.dataclass
@@ -79,6 +80,11 @@ class Network:
     def microbatches(self) -> int:
         """Parts that a device's batch is split into."""
         return 2 if self.config.schedule.kind == "batch_split" else 1
+
+    @property
+    def split_sequences(self) -> bool:
+        """Whether a device has parts of sequences, and those along `expert` the whole."""
+        return self.config.mesh.context_parallel
 
     @property
     def float8(self) -> bool:
@@ -218,10 +224,14 @@ class Network:
         c, segments, positions = self.model, batch["segments"], batch["positions"]
         theta = c.rope_theta if c.compress_ratios is None else c.compress_rope_theta
         scaled = ops.rope_table(c.qk_rope_head_dim, theta, c.rope_scaling, positions)
-        if c.compress_ratios is None:
-            return Context(batch["tokens"], segments, positions, scaled, None)
-        near = ops.rope_table(c.qk_rope_head_dim, c.rope_theta, None, positions)
-        return Context(batch["tokens"], segments, positions, near, scaled)
+        if c.compress_ratios is not None:
+            near = ops.rope_table(c.qk_rope_head_dim, c.rope_theta, None, positions)
+            return Context(batch["tokens"], segments, positions, near, scaled, None)
+        row = None
+        if self.split_sequences:
+            whole, places = sequences.whole((segments, positions))
+            row = sequences.Row(whole, ops.rope_table(c.qk_rope_head_dim, theta, c.rope_scaling, places))
+        return Context(batch["tokens"], segments, positions, scaled, None, row)
 
     def mtp(self, own, outer, xs, contexts, batches):
         """The MTP modules: of each depth its head norm, and hidden states and targets by microbatch; the last streams,
@@ -242,7 +252,7 @@ class Network:
             of_layer = jax.tree.map(lambda a, i=depth: a[i : i + 1], (weights.layer, so_far.layer, bias))
             with jax.named_scope("mtp"):
                 xs, of_depth = chain(*of_layer, xs, present)
-            targets = [shift(t, b["segments"]) for t, b in zip(targets, batches, strict=True)]
+            targets = [self._ahead(t, b["segments"]) for t, b in zip(targets, batches, strict=True)]
             norm = w.head_norm
             found.append((norm, [residual.leave(self.model, w.hyper, x) for x in xs], targets))
             seen.append(of_depth)
@@ -265,7 +275,10 @@ class Network:
 
     def _only_before(self, ahead: jax.Array, context: Context) -> Context:
         """Makes padding of the positions that nothing follows: there is no token for them to join."""
-        return dataclasses.replace(context, segments=jnp.where(ahead < 0, 0, context.segments))
+        segments, row = jnp.where(ahead < 0, 0, context.segments), context.row
+        if row is not None:
+            row = dataclasses.replace(row, segments=sequences.whole(segments))
+        return dataclasses.replace(context, segments=segments, row=row)
 
     def outer(self, weights: Weights) -> Outer:
         """What is neither of a layer nor of an MTP module, gathered."""
@@ -337,14 +350,22 @@ class Network:
         `balance` and `indexer` are sums over layers: what a layer learns by does not depend on how many there are.
         """
         targets, segments = batch["targets"], batch["segments"]
-        tokens = _count(targets >= 0)
-        found = {"main": tokens, "z_loss": tokens, "balance": _count(jnp.any(segments > 0, axis=-1))}
+        tokens, present = _count(targets >= 0), jnp.any(segments > 0, axis=-1)
+        if self.split_sequences:  # the first device counts for all that have parts of them
+            present = lax.pmax(present, "expert") & (lax.axis_index("expert") == 0)
+        found = {"main": tokens, "z_loss": tokens, "balance": _count(present)}
         if self.model.index_topk:
             found["indexer"] = _count(segments > 0)
         for depth in range(self.model.num_nextn_predict_layers):
-            targets = shift(targets, segments)
+            targets = self._ahead(targets, segments)
             found[mtp_term(depth)] = _count(targets >= 0)
         return found
+
+    def _ahead(self, targets: jax.Array, segments: jax.Array) -> jax.Array:
+        """As `shift`, of this device's tokens [B S]."""
+        if self.split_sequences:
+            return sequences.own(shift(*sequences.whole((targets, segments))))
+        return shift(targets, segments)
 
     def logits(self, weights: Weights, bias: dict, batch: dict) -> jax.Array:
         """Logits [B S V] float32 of one device's batch."""

@@ -205,19 +205,22 @@ def combine_weights(c: Model, scores: jax.Array, chosen: jax.Array) -> jax.Array
     return weights * c.routed_scaling_factor
 
 
-def balance_loss(c: Model, scores: jax.Array, chosen: jax.Array, segments: jax.Array) -> jax.Array:
+def balance_loss(c: Model, scores: jax.Array, chosen: jax.Array, segments: jax.Array, *, split: bool) -> jax.Array:
     """Sequence-wise balance loss, summed over sequences (V3, eq. 17-20, without alpha); 1 for each at balance.
 
     Args:
       scores: [T E].
       chosen: [T K]; E for padding.
       segments: [B S]; 0 for padding, which does not count.
+      split: whether these are parts of sequences; then this is the part of the loss that their tokens have.
     """
     experts, (batch, length) = scores.shape[-1], segments.shape
     real = (segments > 0).astype(jnp.float32)
-    tokens = jnp.maximum(jnp.sum(real, axis=1), 1)[:, None]
     hits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.float32), axis=1).reshape(batch, length, experts)
-    frequency = jnp.sum(hits, axis=1) * experts / (c.num_experts_per_tok * tokens)
+    counted = jnp.sum(real, axis=1), jnp.sum(hits, axis=1)
+    tokens, hits = lax.psum(counted, "expert") if split else counted
+    tokens = jnp.maximum(tokens, 1)[:, None]
+    frequency = hits * experts / (c.num_experts_per_tok * tokens)
     share = (scores / jnp.sum(scores, axis=-1, keepdims=True)).reshape(batch, length, experts)
     probability = jnp.sum(share * real[..., None], axis=1) / tokens
     return jnp.sum(frequency * probability)
@@ -254,7 +257,8 @@ def dispatch(
     chosen = chosen.reshape(len(scores), -1)
     weights = all_gather(combine_weights(c, scores, chosen))
     if not hashed(given):
-        x = dataclasses.replace(x, balance=x.balance + balance_loss(c, scores, chosen, segments))
+        split = given.tokens.row is not None
+        x = dataclasses.replace(x, balance=x.balance + balance_loss(c, scores, chosen, segments, split=split))
     return Dispatched(x, y, of_all(float8, y), weights, routing), kept
 
 
