@@ -20,6 +20,7 @@ GIB = 2**30
 
 NO_MTP = "loss.mtp=0 loss.later=[] model.num_nextn_predict_layers=0"
 ALONE = f"{NO_MTP} optimizer.accumulate_steps=1"  # one part, as the figures of others are
+SPLIT = "mesh.context_parallel=true"
 SMALL = f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter, for 31 GiB of HBM
 
 
@@ -45,8 +46,8 @@ ROWS = {
     "chips-1024": ("tpu7x:8x8x16", 1, growing(2048)),
     "chips-4096": ("tpu7x:16x16x16", 1, growing(8192)),
     "sequence-8k": ("tpu7x:4x8x8", 1, f"{growing(512, 4)} data.sequence_length=8192"),
-    "sequence-32k": ("tpu7x:4x8x8", 1, f"{growing(512, 2)} data.sequence_length=32768"),
-    "sequence-128k": ("tpu7x:4x8x8", 1, f"{growing(512, 2)} data.sequence_length=131072"),
+    "sequence-32k": ("tpu7x:4x8x8", 1, f"{ALONE} {SPLIT} data.global_batch=512 data.sequence_length=32768"),
+    "sequence-128k": ("tpu7x:4x8x8", 1, f"{ALONE} {SPLIT} data.global_batch=128 data.sequence_length=131072"),
     "v3.2": ("tpu7x:4x8x8", 1, ""),
     "v3.2-256": ("tpu7x:4x4x8", 1, "data.sequence_length=4096 data.global_batch=16384 optimizer.accumulate_steps=16"),
     "v4": ("tpu7x:4x4x8", 1, ""),
