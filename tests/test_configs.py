@@ -246,6 +246,9 @@ def test_the_quickstart_needs_no_download_and_no_accelerator():
     [
         (["mesh.expert=3"], "override mesh.expert=3: model.n_routed_experts=16 is not divisible by mesh.expert=3; "
                             "try mesh.expert=1"),
+        (["mesh.context_parallel=true", "model.index_topk=8", "loss.indexer=1"],
+         "override mesh.context_parallel=true: mesh.context_parallel=true does not go with model.index_topk, which "
+         "needs the tokens before on the same device: set it to false"),
         (["loss.mtp=0"], "override loss.mtp=0: loss.mtp=0.0 with model.num_nextn_predict_layers=1: "
                          "set both, or neither"),
         (["loss.indexer=0.01"], "override loss.indexer=0.01: loss.indexer=0.01 with model.index_topk=None: "

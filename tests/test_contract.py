@@ -63,7 +63,8 @@ def collectives(jaxpr):
     """Of the layer and its first round of experts."""
     names = ("all_gather", "reduce_scatter", "psum", "psum_invariant", "all_to_all", "ppermute")
     found = [(n, eqn.params) for n, eqn, inside in jaxprs.equations(jaxpr) if n in names and "while" not in inside]
-    return collections.Counter((name, *(p["axes"] if "axes" in p else p["axis_name"])) for name, p in found)
+    axes = [(name, p.get("axes", p.get("axis_name"))) for name, p in found]
+    return collections.Counter((name, *((over,) if isinstance(over, str) else over)) for name, over in axes)
 
 
 # ------------------------------------------------------------------------------------ batch_split
@@ -127,6 +128,26 @@ def test_backward_gathers_scatters_and_sums_each_weight_once():
         ("all_gather", "expert"): 2 * (2 + 1),  # dispatch again: tokens, weights; and of combine
         ("reduce_scatter", "expert"): 2 * 2,  # of dispatch: tokens, weights
     }
+
+
+def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():
+    split = dataclasses.replace(MODEL, num_attention_heads=tiny.FOUR_HEADS.num_attention_heads)
+    config = tiny.config(split, "batch_split", (2, 2, 2), context_parallel=True)
+    forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(config))
+    whole = [collectives(jaxpr) for jaxpr in layers("batch_split")]
+    assert collectives(forward) - whole[0] == {
+        ("all_gather", "expert"): 2 * 3,  # latents of queries, of keys and values, and the rotated key
+        ("all_to_all", "expert"): 2,  # what attention found
+        ("psum", "expert"): 2 * 2,  # what the balance loss counts
+    }
+    assert collectives(backward) - whole[1] == {
+        ("all_gather", "expert"): 2 * 3,  # again
+        ("reduce_scatter", "expert"): 2 * 3,  # gradients of these
+        ("all_to_all", "expert"): 2 * 2,  # again, and its gradient
+        ("psum", "expert"): 2 * 2,
+    }
+    for found, before in zip((forward, backward), layers("batch_split"), strict=True):
+        assert work(found)[0]["dot_general"] == work(before)[0]["dot_general"]
 
 
 def rows():

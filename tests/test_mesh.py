@@ -6,8 +6,10 @@ import subprocess
 import sys
 import types
 
+import jax
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
 
 from maxds import mesh
 from maxds.config import Mesh
@@ -45,6 +47,33 @@ def test_data_crosses_the_slices_and_the_other_axes_stay_inside():
     assert len(devices) == grid.size and grid.shape == (4, 2, 1)
     for replica in grid:
         assert len({device.slice_index for device in replica.flat}) == 1
+
+
+class Host:
+    platform = device_kind = "cpu"
+
+    def __init__(self, process_index):
+        self.process_index = process_index
+
+
+@pytest.mark.parametrize(
+    ("processes", "share"),
+    [
+        ([[0, 0], [0, 0], [1, 1], [1, 1]], (0, 2)),
+        ([[0, 1], [0, 1], [2, 3], [2, 3]], (0, 2)),  # 0 and 1 have parts of the same sequences
+        ([[1, 2], [1, 2], [0, 3], [0, 3]], (0, 2)),
+        ([[1, 0], [1, 0], [1, 0], [1, 0]], (0, 1)),
+    ],
+)
+def test_processes_that_have_parts_of_the_same_sequences_read_the_same_share(processes, share):
+    grid = np.array([[Host(process) for process in row] for row in processes])[None]
+    assert mesh.share(NamedSharding(jax.sharding.Mesh(grid, mesh.AXES), mesh.SPLIT_BATCH), 16) == share
+
+
+def test_sequences_that_processes_share_unevenly_are_refused():
+    grid = np.array([[Host(0), Host(0)], [Host(0), Host(1)], [Host(1), Host(1)]])[None]
+    with pytest.raises(mesh.MeshError, match=r"mesh\.expert=2 crosses processes unevenly"):
+        mesh.share(NamedSharding(jax.sharding.Mesh(grid, mesh.AXES), mesh.SPLIT_BATCH), 12)
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,14 @@ def test_two_processes_train_as_one_stop_together_and_one_alone_goes_on(tmp_path
     assert losses(tmp_path) == pytest.approx(straight, rel=1e-5)
 
 
+def test_processes_that_have_parts_of_the_same_sequences_train_as_one(tmp_path, process_cache, straight):
+    mesh = ["mesh.data=1", "mesh.fsdp=1", "mesh.expert=2", "mesh.context_parallel=true"]
+    processes = start_several(2, tmp_path, process_cache, *LONG, "steps=6", *mesh, devices=1)
+    ended = [finish(process) for process in processes]
+    assert [code for code, _, _ in ended] == [0, 0], ended
+    assert losses(tmp_path) == pytest.approx(straight[:6], rel=1e-5)
+
+
 SLOW_DATA = """
 import os, time
 from maxds.data import Data

@@ -67,9 +67,8 @@ def test_what_is_kept_is_measured_by_name(kind):
 BASE = tiny.config(kind="batch_split", mesh=MESH)
 
 
-def changed(change):
+def changed(change, config=BASE):
     """The config with the overrides of a change, read as the command line would."""
-    config = BASE
     for override in change.overrides:
         path, text = override.split("=")
         section, key = path.split(".")
@@ -86,6 +85,16 @@ def test_every_change_saves_what_its_config_needs_less(missing):
     assert found and len(set(kinds)) == len(kinds)
     for change in found:
         assert change.saved == held(BASE) - held(changed(change)) >= missing
+
+
+def test_parts_of_less_than_a_sequence_a_device_have_sequences_split():
+    base = dataclasses.replace(BASE, model=tiny.FOUR_HEADS)
+    found = remedies.changes(tiny.stepper(base), CHIP, PEAK, 1)
+    split = [change for change in found if "mesh.context_parallel=true" in change.overrides]
+    assert [change.overrides for change in split] == [("optimizer.accumulate_steps=2", "mesh.context_parallel=true")]
+    m = base.model
+    eights = 2 * 8 * 2 * m.moe_intermediate_size * 4 * (m.num_moe_layers + 1)  # room for routed rows is made by eights
+    assert split[0].saved == pytest.approx(held(base) - held(changed(split[0], base)), abs=eights)
 
 
 def test_the_cheapest_of_a_kind_is_found():

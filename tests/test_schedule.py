@@ -48,6 +48,20 @@ CASES = {
     "split, V3.2, one device, nothing kept, in 2 parts": tiny.config(
         tiny.V32, "batch_split", keep=(), optimizer={"accumulate_steps": 2}
     ),
+    # 1 dense layer, 3 MoE and 1 MTP module; of a sequence of 12 tokens a device has 6, or 3
+    "split, context parallel, QK-Clip": tiny.config(
+        tiny.FOUR_HEADS, "batch_split", (2, 2, 2), context_parallel=True, optimizer={"qk_clip": 1.0}
+    ),
+    "split, context parallel, float8, overflowing": tiny.config(
+        tiny.FOUR_HEADS, "batch_split", (1, 2, 4), context_parallel=True, capacity=0.25, precision=FLOAT8
+    ),
+    # 1 MoE layer, 2 MTP modules
+    "plain, V2-Lite, context parallel, nothing recomputed": tiny.config(
+        dataclasses.replace(tiny.V2_LITE, num_attention_heads=4),
+        *("plain", (1, 2, 4)),
+        context_parallel=True,
+        keep=("everything",),
+    ),
     # 2 dense layers, 2 MoE
     "split, V2, overflowing": tiny.config(tiny.V2, "batch_split", (1, 2, 4), capacity=0.25),
     "plain, V2, overflowing, in 2 parts": tiny.config(
@@ -61,7 +75,8 @@ every_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 
 
 def of_one_device(config):
-    return tiny.config(config.model, precision={"matmul": config.precision.matmul})
+    clipped = {"qk_clip": config.optimizer.qk_clip}
+    return tiny.config(config.model, optimizer=clipped, precision={"matmul": config.precision.matmul})
 
 
 def terms(config):
@@ -99,6 +114,12 @@ def test_every_expert_has_the_load_of_one_device(config):
     assert found.load.keys() == reference.load.keys()
     for stack, load in reference.load.items():
         np.testing.assert_array_equal(found.load[stack], load)
+
+
+def test_the_largest_score_of_every_head_is_that_of_one_device():
+    reference, found, _ = compared(CASES["split, context parallel, QK-Clip"])
+    for stack, scores in reference.seen.top_score.items():
+        np.testing.assert_allclose(found.seen.top_score[stack], scores, rtol=1e-5)
 
 
 @every_case

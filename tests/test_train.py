@@ -258,6 +258,16 @@ def test_a_batch_that_the_devices_cannot_share_is_refused_with_a_suggestion(tmp_
         run(tmp_path, "data.global_batch=24")
 
 
+def test_sequences_that_the_devices_cannot_be_split_over_are_refused(tmp_path):
+    split = "mesh={data: 1, fsdp: 2, expert: 4, context_parallel: true}"
+    with pytest.raises(
+        mesh.MeshError, match=r"splits model\.num_attention_heads=2 over mesh\.expert=4, which does not"
+    ):
+        run(tmp_path, split)
+    with pytest.raises(mesh.MeshError, match=r"global_batch=6 .* each of the 2 groups of 4 devices .* try 4 or 8"):
+        run(tmp_path, split, "data.global_batch=6")
+
+
 def test_a_mesh_that_does_not_fit_the_model_is_refused(tmp_path):
     with pytest.raises(mesh.MeshError, match=r"dense_layers\.attention\.k_up has 12 to split over mesh\.fsdp=8"):
         run(tmp_path, "mesh={data: 1, fsdp: 8, expert: 1}", "model.kv_lora_rank=12")

@@ -144,7 +144,19 @@ ENGRAM_HYPER = dataclasses.replace(
 )
 
 
-def config(model: Model = V3, kind="plain", mesh=(1, 1, 1), *, optimizer=None, precision=None, **schedule) -> Config:
+FOUR_HEADS = dataclasses.replace(V3, num_attention_heads=4)  # of which devices can have some each
+
+
+def config(
+    model: Model = V3,
+    kind="plain",
+    mesh=(1, 1, 1),
+    *,
+    optimizer=None,
+    precision=None,
+    context_parallel=False,
+    **schedule,
+) -> Config:
     return Config(
         run_dir="unused",
         steps=100,
@@ -159,7 +171,7 @@ def config(model: Model = V3, kind="plain", mesh=(1, 1, 1), *, optimizer=None, p
             indexer=0.1 if model.index_topk else 0.0,
             router_bias_rate=1e-3 if model.has_router_bias else 0.0,
         ),
-        mesh=config_lib.Mesh(**dict(zip(mesh_lib.AXES, mesh, strict=True))),
+        mesh=config_lib.Mesh(**dict(zip(mesh_lib.AXES, mesh, strict=True)), context_parallel=context_parallel),
         schedule=config_lib.Schedule(kind=kind, **schedule),
         precision=config_lib.Precision(**{"compute": "float32"} | (precision or {})),
         eval=config_lib.Eval(),

@@ -14,7 +14,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from maxds import describe, flops, params
+from maxds import describe, flops, params, step
 from maxds import mesh as mesh_lib
 from maxds.aot.network import Network
 from maxds.aot.topology import Chip
@@ -69,7 +69,7 @@ def _overrides(config: Config, settings: tuple[Setting, ...]) -> Iterator[str]:
     for section, keys in (item for setting in settings for item in setting.items()):
         for key, value in keys.items():
             if value != getattr(getattr(config, section), key):
-                text = f"[{','.join(value)}]" if isinstance(value, tuple) else value
+                text = f"[{','.join(value)}]" if isinstance(value, tuple) else str(value).lower()
                 yield f"{section}.{key}={text}"
 
 
@@ -90,12 +90,26 @@ def _schedules(config: Config) -> Iterator[Setting]:
 
 
 def _parts(stepper: Stepper) -> Iterator[Setting]:
-    """More and smaller parts of a batch, of which a ramp's batches are whole ones too."""
-    parts, data = stepper.config.optimizer.accumulate_steps, stepper.config.data
+    """More and smaller parts of a batch, of which those of a ramp are made too; at last of parts of sequences."""
+    parts, data, expert = stepper.config.optimizer.accumulate_steps, stepper.config.data, stepper.mesh.shape["expert"]
     rows = stepper.batch_sharding.shard_shape(stepper.abstract_batch["tokens"].shape)[0] // stepper.network.microbatches
-    for more in range(parts + 1, rows + 1):
-        if rows % more == 0 and all(more * size % data.global_batch == 0 for size in data.batch_sizes):
-            yield {"optimizer": {"accumulate_steps": more}}
+    split = {"mesh": {"context_parallel": True}} if _can_split(stepper) else {}
+    for more in range(parts + 1, rows * (expert if split else 1) + 1):
+        if all(more * size % data.global_batch == 0 for size in data.batch_sizes):
+            if rows % more == 0:
+                yield {"optimizer": {"accumulate_steps": more}}
+            elif more > rows and rows * expert % more == 0:
+                yield {"optimizer": {"accumulate_steps": more}, **split}
+
+
+def _can_split(stepper: Stepper) -> bool:
+    """Whether sequences that are whole could be split over `expert`."""
+    config = stepper.config
+    with contextlib.suppress(mesh_lib.MeshError, ValueError):
+        split = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, context_parallel=True))
+        step.check(dataclasses.replace(stepper.network, config=split), dict(stepper.mesh.shape))
+        return not config.mesh.context_parallel and stepper.mesh.shape["expert"] > 1
+    return False
 
 
 def _dtypes(config: Config) -> Iterator[Setting]:
