@@ -138,13 +138,11 @@ def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():
     assert collectives(forward) - whole[0] == {
         ("all_gather", "expert"): 2 * 3,  # latents of queries, of keys and values, and the rotated key
         ("all_to_all", "expert"): 2,  # what attention found
-        ("psum", "expert"): 2 * 2,  # what the balance loss counts
     }
     assert collectives(backward) - whole[1] == {
         ("all_gather", "expert"): 2 * 3,  # again
         ("reduce_scatter", "expert"): 2 * 3,  # gradients of these
         ("all_to_all", "expert"): 2 * 2,  # again, and its gradient
-        ("psum", "expert"): 2 * 2,
     }
     for found, before in zip((forward, backward), layers("batch_split"), strict=True):
         assert work(found)[0]["dot_general"] == work(before)[0]["dot_general"]
@@ -167,6 +165,7 @@ def of_each_microbatch(c=MODEL):
         "kept.dispatch.{}.routing.1.slots": ("int32", 2 * b * s * k),
         "kept.dispatch.{}.routing.1.sizes": ("int32", c.n_routed_experts // 2),
         "kept.dispatch.{}.routing.1.most": ("int32",),
+        "kept.dispatch.{}.routing.2": ("float32", b, c.n_routed_experts),  # what the balance loss has counted
     }
     named = {
         "attention": {

@@ -205,25 +205,30 @@ def combine_weights(c: Model, scores: jax.Array, chosen: jax.Array) -> jax.Array
     return weights * c.routed_scaling_factor
 
 
-def balance_loss(c: Model, scores: jax.Array, chosen: jax.Array, segments: jax.Array, *, split: bool) -> jax.Array:
+def pressure(c: Model, chosen: jax.Array, segments: jax.Array) -> jax.Array:
+    """What probability counts for in the balance loss, by sequence and expert, float32 [B E]; no gradient flows to it.
+
+    Args:
+      chosen: [n T K], of the n devices that sequences are split over; E for padding.
+      segments: [B S], of whole sequences; 0 for padding, which does not count.
+    """
+    experts, batch = c.n_routed_experts, len(segments)
+    hits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.float32), axis=2)
+    hits = jnp.sum(hits.reshape(len(chosen), batch, -1, experts), axis=(0, 2))
+    tokens = jnp.maximum(jnp.sum(segments > 0, axis=1, dtype=jnp.int32), 1).astype(jnp.float32)[:, None]
+    return hits * experts / (c.num_experts_per_tok * tokens * tokens)
+
+
+def balance_loss(scores: jax.Array, pressure: jax.Array, segments: jax.Array) -> jax.Array:
     """Sequence-wise balance loss, summed over sequences (V3, eq. 17-20, without alpha); 1 for each at balance.
 
     Args:
       scores: [T E].
-      chosen: [T K]; E for padding.
-      segments: [B S]; 0 for padding, which does not count.
-      split: whether these are parts of sequences; then this is the part of the loss that their tokens have.
+      pressure: as that of all tokens of these sequences.
+      segments: [B S], of these tokens; of sequences that are split it is the part of the loss that they have.
     """
-    experts, (batch, length) = scores.shape[-1], segments.shape
-    real = (segments > 0).astype(jnp.float32)
-    hits = jnp.sum(jax.nn.one_hot(chosen, experts, dtype=jnp.float32), axis=1).reshape(batch, length, experts)
-    counted = jnp.sum(real, axis=1), jnp.sum(hits, axis=1)
-    tokens, hits = lax.psum(counted, "expert") if split else counted
-    tokens = jnp.maximum(tokens, 1)[:, None]
-    frequency = hits * experts / (c.num_experts_per_tok * tokens)
-    share = (scores / jnp.sum(scores, axis=-1, keepdims=True)).reshape(batch, length, experts)
-    probability = jnp.sum(share * real[..., None], axis=1) / tokens
-    return jnp.sum(frequency * probability)
+    shares = (scores / jnp.sum(scores, axis=-1, keepdims=True)).reshape(*segments.shape, -1)
+    return jnp.sum(pressure * jnp.sum(jnp.where(segments[..., None] > 0, shares, 0), axis=1))
 
 
 def load(c: Model, chosen: jax.Array) -> jax.Array:
@@ -250,16 +255,25 @@ def dispatch(
     y = y.reshape(-1, y.shape[-1])
     scores = score(c, w, y)
     if kept is None:
-        wanted = given.layer[given.tokens.tokens.reshape(-1)] if hashed(given) else choose(c, scores, given.layer)
-        chosen = jnp.where(segments.reshape(-1, 1) > 0, wanted, c.n_routed_experts)
-        kept = {"routing": checkpoint_name((chosen.reshape(-1), sort(c, all_gather(chosen))), "routing")}
-    chosen, routing = kept["routing"]
+        kept = {"routing": checkpoint_name(route(c, scores, given), "routing")}
+    chosen, routing, pressing = kept["routing"]
     chosen = chosen.reshape(len(scores), -1)
     weights = all_gather(combine_weights(c, scores, chosen))
-    if not hashed(given):
-        split = given.tokens.row is not None
-        x = dataclasses.replace(x, balance=x.balance + balance_loss(c, scores, chosen, segments, split=split))
+    if pressing is not None:
+        x = dataclasses.replace(x, balance=x.balance + balance_loss(scores, pressing, segments))
     return Dispatched(x, y, of_all(float8, y), weights, routing), kept
+
+
+def route(c: Model, scores: jax.Array, given: Given) -> tuple[jax.Array, Routing, jax.Array | None]:
+    """The experts of each token, flat [T*K]; what this device computes; the `pressure`, unless a table chooses."""
+    tokens = given.tokens
+    wanted = given.layer[tokens.tokens.reshape(-1)] if hashed(given) else choose(c, scores, given.layer)
+    chosen = jnp.where(tokens.segments.reshape(-1, 1) > 0, wanted, c.n_routed_experts)
+    everyone, pressing = all_gather(chosen), None
+    if not hashed(given):
+        whole = (chosen, tokens.segments) if tokens.row is None else (everyone, tokens.row.segments)
+        pressing = pressure(c, whole[0].reshape(-1, *chosen.shape), whole[1])
+    return chosen.reshape(-1), sort(c, everyone), pressing
 
 
 @jax.named_scope("dispatch")
