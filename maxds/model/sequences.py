@@ -1,7 +1,7 @@
 """Sequences that are split over the devices along `expert`, which have as many tokens of each, in order.
 
 Only attention sees whole sequences (DeepSpeed-Ulysses, arXiv 2309.14509): there the heads are split instead. Of latent
-attention it is the latents that are gathered, a tenth of what the queries, keys and values made of them would be.
+attention it is the latents that are gathered: of V3, a thirtieth of the queries, keys and values made of them.
 
     s  positions of this device, S / devices along `expert`        n  heads of this device, N / those devices
 """
