@@ -140,10 +140,14 @@ def checksum(arrays: Sequence[np.ndarray]) -> list[int]:
     return [xxhash.xxh3_64_intdigest(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in arrays]
 
 
+def _of_this_machine(folder: str, advice: str) -> pathlib.Path:
+    if "://" in folder:
+        raise UseError(f"{folder} is in a bucket; {advice}")
+    return pathlib.Path(folder).expanduser().absolute()
+
+
 def _check_target(target: str, needed: int) -> pathlib.Path:
-    path = pathlib.Path(target).expanduser().absolute()
-    if "://" in target:
-        raise UseError(f"{target} is in a bucket; convert to a folder of this machine, and copy that")
+    path = _of_this_machine(target, "convert to a folder of this machine, and copy that")
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UseError(f"{target} is there already; remove it, or choose another place")
     free = shutil.disk_usage(next(p for p in path.parents if p.exists())).free
@@ -359,8 +363,8 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
       trained.MISTAKES: the run cannot be used, or there is no room.
       FormatError: transformers has no such model.
     """
+    folder = _of_this_machine(run, "copy it to a folder of this machine, and convert that")
     config = dataclasses.replace(trained.read_config(run), run_dir=run)
-    folder = pathlib.Path(run).expanduser().absolute()
     abstract = parts.abstract(config.model)
     with checkpoint.open_run(config, checkpoint.warn, read_only=True) as saved:
         step = saved.choose(step)

@@ -13,13 +13,13 @@ import dataclasses
 import difflib
 import math
 import os
-import pathlib
 import re
 import typing
 from collections.abc import Iterable, Iterator
 from typing import Any, TypeVar
 
 import yaml
+from etils import epath
 
 from maxds import nodes
 from maxds.nodes import ConfigError, Node, did_you_mean
@@ -30,12 +30,12 @@ T = TypeVar("T")
 
 
 def load(cls: type[T], path: str | os.PathLike, overrides: Iterable[str] = ()) -> tuple[T, Node]:
-    """Reads the YAML file `path` and its bases into a `cls`, after `overrides` such as `optimizer.lr=3e-4`.
+    """Reads the YAML file `path` (or gs://…) and its bases into a `cls`, after `overrides` such as `optimizer.lr=3e-4`.
 
     Returns the config, and the tree it was built from, which `render` needs. Raises ConfigError with every mistake.
     """
     mistakes: list[str] = []
-    tree = nodes.read(pathlib.Path(path), overrides, mistakes)
+    tree = nodes.read(epath.Path(path), overrides, mistakes)
     config = _Builder(cls, mistakes).section(cls, tree, "")
     if mistakes:
         raise ConfigError(*mistakes)

@@ -2,10 +2,10 @@
 
 import contextlib
 import dataclasses
-import pathlib
 from collections.abc import Callable
 
 import jax
+from etils import epath
 from jax.sharding import Mesh
 
 from maxds import checkpoint, host, loader, params
@@ -30,11 +30,15 @@ def read_config(folder: str) -> Config:
     """The config of a run.
 
     Raises:
-      UseError: `folder` is not one of a run.
+      UseError: `folder` is not one of a run, or its bucket cannot be reached.
       loader.ConfigError: there is a mistake in its config.
     """
-    path = pathlib.Path(folder).expanduser() / "config.yaml"
-    if not path.is_file():
+    path = epath.Path(folder).expanduser() / "config.yaml"
+    try:
+        there = path.is_file()
+    except Exception as error:  # whatever the library of a bucket raises
+        raise UseError(f"{folder} cannot be reached ({error}); look after its bucket") from error
+    if not there:
         raise UseError(f"{folder} is not a run, for there is no {path}; name the run_dir of a training")
     return loader.load(Config, path)[0]
 

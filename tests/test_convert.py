@@ -775,6 +775,7 @@ def test_mistaken_commands_end_with_one_line_and_exit_code_2(v3, tmp_path):
         (convert.from_hf, tmp_path, "out", f"{tmp_path}/config.json cannot be read"),
         (convert.from_hf, folder / "hf", "there", f"{tmp_path}/there is there already"),
         (convert.to_hf, tmp_path, "out", f"{tmp_path} is not a run"),
+        (convert.to_hf, "gs://bucket/run", "out", "gs://bucket/run is in a bucket; copy it to a folder of this"),
     ):
         with pytest.raises((files.FormatError, trained.UseError), match=re.escape(message)):
             work(str(source), str(tmp_path / out))

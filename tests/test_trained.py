@@ -1,12 +1,14 @@
 """The commands that use a trained model, on a run that was saved without training."""
 
 import dataclasses
+import pathlib
 import subprocess
 import sys
 
 import jax
 import numpy as np
 import pytest
+from etils import epath
 
 from maxds import checkpoint, generate, host, loader, mesh, score, step, trained
 from maxds.config import Config, Mesh, Sample
@@ -90,6 +92,20 @@ def test_logits_are_those_of_the_checkpoint_whatever_the_number_of_rows(run, tmp
     stepper, state = trained.load(config, str(run), 3)
     assert stepper.mesh.size == 1
     np.testing.assert_allclose(found, np.concatenate(list(score.logits(stepper, state, TOKENS))), atol=1e-4)
+
+
+def test_a_run_in_a_bucket_is_read_there(run, monkeypatch):
+    monkeypatch.setattr(epath, "Path", lambda url: pathlib.Path(str(url).replace("store://bucket", str(run.parent))))
+    assert trained.read_config(f"store://bucket/{run.name}") == trained.read_config(str(run))
+    with pytest.raises(trained.UseError, match="store://bucket/another is not a run, for there is no "):
+        trained.read_config("store://bucket/another")
+
+    def refused(_):
+        raise ConnectionError("403 Forbidden")
+
+    monkeypatch.setattr(pathlib.Path, "is_file", refused)
+    with pytest.raises(trained.UseError, match=r"store://bucket/run cannot be reached \(403 Forbidden\); look after"):
+        trained.read_config("store://bucket/run")
 
 
 def test_a_mesh_that_does_not_fit_the_devices_gives_way_to_one_that_does(run):
