@@ -71,7 +71,7 @@ def given(segments, positions):
         return ops.rope_table(MODEL.qk_rope_head_dim, theta, yarn, positions)
 
     near, far = table(MODEL.rope_theta, None), table(MODEL.compress_rope_theta, MODEL.rope_scaling)
-    return Given(None, Context(None, jnp.asarray(segments), jnp.asarray(positions), near, far))
+    return Given(None, Context(None, jnp.asarray(segments), jnp.asarray(positions), near, far, None))
 
 
 def attend(ratio, w, y, of_rows=None, model=MODEL):
