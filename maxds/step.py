@@ -387,9 +387,9 @@ class Stepper:
 
         Where a ramp's batch has fewer, each device's last parts are empty.
         """
-        sharding, whole = self.batch_sharding, self.abstract_batch["tokens"].shape
-        room = sharding.shard_shape(whole)[0]
-        devices = whole[0] // self.share[1] // room  # that have rows of their own
+        sharding, whole = self.batch_sharding, self.config.data.global_batch
+        room = sharding.shard_shape(self.abstract_batch["tokens"].shape)[0]
+        devices = whole // self.share[1] // room  # that have rows of their own
 
         def filled(name: str, own: np.ndarray) -> np.ndarray:
             missing = room - len(own) // devices
@@ -398,7 +398,10 @@ class Stepper:
             shares, empty = own.reshape(devices, -1, own.shape[-1]), [(0, 0), (0, missing), (0, 0)]
             return np.pad(shares, empty, constant_values=-1 if name == "targets" else 0).reshape(-1, own.shape[-1])
 
-        return {k: jax.make_array_from_process_local_data(sharding, filled(k, v), whole) for k, v in rows.items()}
+        def array(own: np.ndarray) -> jax.Array:
+            return jax.make_array_from_process_local_data(sharding, own, (whole, own.shape[-1]))
+
+        return {name: array(filled(name, own)) for name, own in rows.items()}
 
 
 def _chosen(sound: jax.Array, new: Tree, old: Tree) -> Tree:

@@ -69,7 +69,7 @@ WORDS = {
         "model.ops",
         "muon",
     },  # what a loop exchanges stays in it
-    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "tables", "model.moe", "muon"},
+    r"(all_gather|psum_scatter|all_to_all|ppermute)\(": {"params", "tables", "model.sequences", "model.moe", "muon"},
     r"psum\(": {"params", "tables", "step", "shards"},
     r"custom_vjp": {
         "params",

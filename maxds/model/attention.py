@@ -7,7 +7,6 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
@@ -163,7 +162,7 @@ def attend(
         if index is None:
             out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), scored=scored)
             if row is not None and top is not None:
-                top = lax.all_gather(top, "expert", tiled=True)
+                top = sequences.of_all_heads(top)
             return out, {"attention": attention, "top_score": top}
         selected, loss = kept.get("selection") or (indexer.select(c, index, segments), None)
         out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), selected, scored)

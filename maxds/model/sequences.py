@@ -44,6 +44,11 @@ def own_heads(w: Tree) -> Tree:
     return dataclasses.replace(w, q_up=own(w.q_up), k_up=own(w.k_up), v_up=own(w.v_up))
 
 
+def of_all_heads(x: jax.Array) -> jax.Array:
+    """A number of each head, [n] -> [N]."""
+    return lax.all_gather(x, "expert", tiled=True)
+
+
 def all_heads(x: jax.Array) -> jax.Array:
     """From some heads of all tokens to all heads of this device's tokens, [B n S H] -> [B N s H]."""
     return lax.all_to_all(x, "expert", split_axis=2, concat_axis=1, tiled=True)
