@@ -7,13 +7,13 @@ Scalars keep their text: what it means depends on the type that is wanted, which
 
 import dataclasses
 import difflib
-import pathlib
 from collections.abc import Iterable
 from typing import Any
 
 import yaml
+from etils import epath
 
-CONFIGS = pathlib.Path(__file__).parents[1] / "configs"  # where a `base` is looked up that is not beside its heir
+CONFIGS = epath.Path(__file__).parents[1] / "configs"  # where a `base` is looked up that is not beside its heir
 MAX_VALUES = 100_000  # of a file, each time that an alias repeats them counted
 
 
@@ -51,7 +51,7 @@ class Node:
         return node
 
 
-def read(path: pathlib.Path, overrides: Iterable[str], mistakes: list[str]) -> Node:
+def read(path: epath.Path, overrides: Iterable[str], mistakes: list[str]) -> Node:
     """The tree of a file over its bases, under `overrides` such as `a.b=c`.
 
     Raises ConfigError where a file cannot be read; appends to `mistakes` what does not keep the rest from being read.
@@ -65,7 +65,7 @@ def read(path: pathlib.Path, overrides: Iterable[str], mistakes: list[str]) -> N
     return tree
 
 
-def _read_file(path: pathlib.Path, mistakes: list[str], heirs: tuple[pathlib.Path, ...] = ()) -> Node:
+def _read_file(path: epath.Path, mistakes: list[str], heirs: tuple[epath.Path, ...] = ()) -> Node:
     """The tree of a file over that of its base; `heirs` are the files that led here."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -83,7 +83,7 @@ def _read_file(path: pathlib.Path, mistakes: list[str], heirs: tuple[pathlib.Pat
     return _merge(_read_file(found, mistakes, heirs), tree)
 
 
-def _find(base: Node, heir: pathlib.Path) -> pathlib.Path:
+def _find(base: Node, heir: epath.Path) -> epath.Path:
     if not isinstance(base.value, str):
         raise ConfigError(f"{base.origin}: base must be the name of a config, not {base}")
     name = base.value.removesuffix(".yaml")
