@@ -54,6 +54,11 @@ class Stepper:
         split = self.config.mesh.context_parallel
         return NamedSharding(self.mesh, mesh_lib.SPLIT_BATCH if split else mesh_lib.BATCH)
 
+    @property
+    def rows(self) -> int:
+        """Sequences of a global batch that a device has, whole or parts of them."""
+        return self.batch_sharding.shard_shape(self.abstract_batch["tokens"].shape)[0]
+
     @functools.cached_property
     def share(self) -> tuple[int, int]:
         """Which share of each global batch's sequences this process reads, and of how many."""
@@ -388,11 +393,10 @@ class Stepper:
         Where a ramp's batch has fewer, each device's last parts are empty.
         """
         sharding, whole = self.batch_sharding, self.config.data.global_batch
-        room = sharding.shard_shape(self.abstract_batch["tokens"].shape)[0]
-        devices = whole // self.share[1] // room  # that have rows of their own
+        devices = whole // self.share[1] // self.rows  # that have rows of their own
 
         def filled(name: str, own: np.ndarray) -> np.ndarray:
-            missing = room - len(own) // devices
+            missing = self.rows - len(own) // devices
             if missing == 0:
                 return own
             shares, empty = own.reshape(devices, -1, own.shape[-1]), [(0, 0), (0, missing), (0, 0)]
@@ -433,13 +437,14 @@ def check(network: deepseek.Network, sizes: dict[str, int]) -> None:
     """Raises MeshError unless model and batch fit a mesh of these sizes; PatternError as `optimizer.check`."""
     params.check(network.declared, sizes)
     config = network.config
+    split_over = sizes["expert"] if network.split_sequences else 1
     optimizer.check(config.optimizer, layout.paths(config.model))
     mesh_lib.check_rows(
         math.prod(sizes.values()),
         config.data.global_batch,
         per_device=config.optimizer.accumulate_steps * network.microbatches,
         what="data.global_batch",
-        group=sizes["expert"] if network.split_sequences else 1,
+        group=split_over,
     )
     wrong = [
         f"{what}={n}"
@@ -447,11 +452,11 @@ def check(network: deepseek.Network, sizes: dict[str, int]) -> None:
             ("data.sequence_length", config.data.sequence_length),
             ("model.num_attention_heads", config.model.num_attention_heads),
         )
-        if network.split_sequences and n % sizes["expert"]
+        if n % split_over
     ]
     if wrong:
         raise mesh_lib.MeshError(
-            f"mesh.context_parallel=true splits {' and '.join(wrong)} over mesh.expert={sizes['expert']}, which does "
+            f"mesh.context_parallel=true splits {' and '.join(wrong)} over mesh.expert={split_over}, which does "
             "not divide it; choose another mesh.expert"
         )
 

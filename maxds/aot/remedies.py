@@ -92,7 +92,7 @@ def _schedules(config: Config) -> Iterator[Setting]:
 def _parts(stepper: Stepper) -> Iterator[Setting]:
     """More and smaller parts of a batch, of which those of a ramp are made too; at last of parts of sequences."""
     parts, data, expert = stepper.config.optimizer.accumulate_steps, stepper.config.data, stepper.mesh.shape["expert"]
-    rows = stepper.batch_sharding.shard_shape(stepper.abstract_batch["tokens"].shape)[0] // stepper.network.microbatches
+    rows = stepper.rows // stepper.network.microbatches
     split = {"mesh": {"context_parallel": True}} if _can_split(stepper) else {}
     for more in range(parts + 1, rows * (expert if split else 1) + 1):
         if all(more * size % data.global_batch == 0 for size in data.batch_sizes):
@@ -105,7 +105,7 @@ def _parts(stepper: Stepper) -> Iterator[Setting]:
 def _can_split(stepper: Stepper) -> bool:
     """Whether sequences that are whole could be split over `expert`."""
     config = stepper.config
-    with contextlib.suppress(mesh_lib.MeshError, ValueError):
+    with contextlib.suppress(ValueError):  # of the config, or as MeshError of the mesh
         split = dataclasses.replace(config, mesh=dataclasses.replace(config.mesh, context_parallel=True))
         step.check(dataclasses.replace(stepper.network, config=split), dict(stepper.mesh.shape))
         return not config.mesh.context_parallel and stepper.mesh.shape["expert"] > 1
