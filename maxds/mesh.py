@@ -33,7 +33,7 @@ _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
 }
-_ALSO = {"xla_tpu_scoped_vmem_limit_kib": "65536", "xla_tpu_pcie_bandwidth_multiplier": "0.02"}
+_ALSO = {"xla_tpu_scoped_vmem_limit_kib": "65536", "xla_tpu_pcie_bandwidth_multiplier": "0.001"}
 _COMPILER_OPTIONS = {
     "TPU v5": _SPARSE_CORE | _ALSO,
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
