@@ -28,12 +28,18 @@ BATCH = PartitionSpec(AXES)
 SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_parallel`
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
-# fusions may use 64 MiB of VMEM, and host transfers begin well before they are needed: the compiler thinks them faster.
+# fusions may use 64 MiB of VMEM. Host transfers begin as early as they can, for the compiler is told they are slow.
+# It moves none to another layer, as `schedule` does that: it would make every layer's program twice for it.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
 }
-_ALSO = {"xla_tpu_scoped_vmem_limit_kib": "65536", "xla_tpu_pcie_bandwidth_multiplier": "0.001"}
+_ALSO = {
+    "xla_tpu_scoped_vmem_limit_kib": "65536",
+    "xla_tpu_pcie_bandwidth_multiplier": "0.002",
+    "xla_tpu_pipeline_memory_host_transfers": "false",
+    "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
+}
 _COMPILER_OPTIONS = {
     "TPU v5": _SPARSE_CORE | _ALSO,
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from qwix import QArray
@@ -256,6 +257,8 @@ class Exchange:
         All have arrived when the first is used: TPU's SparseCores end what they do in the order in which they begin it,
         so a gather that is not due yet would be waited for by whatever small thing is sent after it.
 
+        Gate beside up arrives as it is read: where its transpose is read, too, TPU's compiler would copy it twice.
+
         Args:
           shards: of one layer.
           quantized: as `quantize` returned it. Scales travel with the values, unless all devices have them.
@@ -263,7 +266,8 @@ class Exchange:
 
         def whole(p: Param, x: jax.Array, travels: bool = True) -> jax.Array:
             x = x.reshape(*x.shape[:-2], -1) if p.beside else x
-            return all_gather(x, p.spec.index("fsdp"), self.rings) if travels else x
+            x = all_gather(x, p.spec.index("fsdp"), self.rings) if travels else x
+            return with_layout_constraint(x, Layout(tuple(range(x.ndim)))) if p.beside else x
 
         def one(p: Param, x: jax.Array, q: Quantized | None) -> jax.Array | Quantized:
             if q is None:

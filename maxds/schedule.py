@@ -6,7 +6,8 @@
 
 Weights travel a step ahead of their use: those of a layer's first stage during the layer before, the
 others during the first stage. Gradients travel a step behind, in the mirror of that. So only what the
-first stage needs is carried from layer to layer: on TPU, whatever a scan carries is copied once.
+first stage needs is carried from layer to layer: on TPU, whatever a scan carries is copied once. What
+is kept in host memory comes back during the layer above the one that needs it.
 
 A stage is one function, `fn(w, x, given, kept=None) -> (y, kept)`, of one microbatch. Without
 `kept` it computes everything and says what it wants kept for the backward pass. With `kept` it is
@@ -161,7 +162,7 @@ def recompute_nothing(primitive, *avals, **params) -> bool:
     `reduce_precision`, for which the largest numbers of float8_e4m3fn are infinite.
     """
     gathered = primitive.name == "all_gather" and ("fsdp" in params["axis_name"] or avals[0].dtype.itemsize == 1)
-    passed_on = "optimization_barrier", "reshape", "pad", "convert_element_type", "stop_gradient"
+    passed_on = "optimization_barrier", "layout_constraint", "reshape", "pad", "convert_element_type", "stop_gradient"
     return not gathered and primitive.name not in passed_on
 
 
@@ -187,15 +188,10 @@ class Tape:
         kept = {s: [{n: v for n, v in k.items() if n in names} for k in by] for s, by in self.kept.items()}
         return Tape(inputs, kept)
 
-    def moved(self, names: Sequence[str], space: Any) -> "Tape":
-        """With what is named in host or device memory."""
-
-        def move(name: str, value: Tree) -> Tree:
-            return jax.tree.map(lambda a: jax.device_put(a, space), value) if name in names else value
-
-        inputs = {stage: move(input_name(stage), x) for stage, x in self.inputs.items()}
-        kept = {s: [{n: move(n, v) for n, v in k.items()} for k in by] for s, by in self.kept.items()}
-        return Tape(inputs, kept)
+    def joined(self, other: "Tape") -> "Tape":
+        """With what another one of the same layer has."""
+        kept = {s: [k | more for k, more in zip(by, other.kept[s], strict=True)] for s, by in self.kept.items()}
+        return Tape(self.inputs | other.inputs, kept)
 
 
 def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[int]) -> Microbatches:
@@ -230,7 +226,9 @@ def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tupl
     return [layer.combine(a), b], Tape(inputs, kept)
 
 
-def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microbatches) -> tuple[Microbatches, list]:
+def backward(
+    layer: Layer, w: Tree, given: list[Given], tapes: tuple[Tape, Tape], dxs: Microbatches
+) -> tuple[Microbatches, list, Tape]:
     """Replays what was not kept, then pulls the cotangents back through it; b goes first, for time runs backward.
 
         compute | attention b | attention a | experts b  | EXPERTS b   | experts a, EXPERTS a | DISPATCH b, a | …
@@ -239,9 +237,14 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
     Small letters are replayed, and capitals pulled back.
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
+    Args:
+      tapes: of the layer, and what is on its way from host memory of that of the layer below. It is due before the
+        first stage is pulled back, which still needs what it replaces: so it has memory of its own, and can come early.
+
     Returns:
-      Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents.
+      Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived.
     """
+    tape, below = tapes
     last = len(layer.stages) - 1
     enters, pulls, dws = {}, {}, [{}, {}]
 
@@ -281,12 +284,12 @@ def backward(layer: Layer, w: Tree, given: list[Given], tape: Tape, dxs: Microba
     a, da, db = lax.optimization_barrier((a, da, db))
     a, da = enter(last, 0, a), layer.uncombine(da)
     db = pull(last, 1, db)
-    a, da, db = lax.optimization_barrier((a, da, db))
+    a, da, db, below = lax.optimization_barrier((a, da, db, below))
     replay(last, 0, a)
     dxs = [pull(last, 0, spread(0, da)), db]
     for n in reversed(range(last)):
         dxs = stagger(functools.partial(pull, n), dxs, (1, 0))
-    return dxs, dws
+    return dxs, dws, below
 
 
 def batch_split(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]) -> Run:
@@ -318,15 +321,24 @@ class _Split:
     offload: Sequence[str]
 
     def gather_first(self, stored, i, m):
-        """The weights of a layer's first stage; those of the nearest layer where there is none."""
+        """The weights of a layer's first stage."""
+        i, m = self.nearest(stored, i, m)
+        return _gather(self.members[m].first, stored[m], i)
+
+    def fetch(self, stored, offloaded, i, m):
+        """What is in host memory of a layer's tape."""
+        i, m = self.nearest(stored, i, m)
+        return _moved(at(offloaded[m], i), jax.memory.Space.Device)
+
+    def nearest(self, stored, i, m):
+        """Turn and member of a layer; of the nearest one where there is none."""
         turn, m = divmod(m, len(self.members))
-        last = _turns(stored) - 1
-        return _gather(self.members[m].first, stored[m], jnp.clip(i + turn, 0, last))
+        return jnp.clip(i + turn, 0, _turns(stored) - 1), m
 
     def kept(self, member, tape):
-        """What of a tape is to be kept, where it is to be kept."""
-        names = input_name(member.layer.stages[0].name), *member.layer.always, *self.keep, *self.offload
-        return tape.only(names).moved(self.offload, jax.memory.Space.Host)
+        """What of a tape is to be kept, in the device's memory and in its host's."""
+        names = {input_name(member.layer.stages[0].name), *member.layer.always, *self.keep} - set(self.offload)
+        return tape.only(names), _moved(tape.only(self.offload), jax.memory.Space.Host)
 
     def forward(self, params, so_far, given, xs, contexts):
         """Returns what `run` does, and all that `backward` needs."""
@@ -351,29 +363,30 @@ class _Split:
 
     def backward(self, residuals, cotangents):
         """Returns the gradients of the arguments of `forward`; each layer's is added to those so far as it arrives."""
-        stored, so_far, given, contexts, w, tapes = residuals
-        dxs, _ = cotangents
+        stored, so_far, given, contexts, w, kept = residuals
+        (dxs, _), (tapes, offloaded) = cotangents, zip(*kept, strict=True)
 
         def one_turn(carry, of_turn):
-            dxs, w, dw, shards, grads = carry
+            dxs, w, fetched, dw, shards, grads = carry
             tapes, i = of_turn
             for m, member in reversed(list(enumerate(self.members))):
                 w = w | _gather(member.rest, stored[m], i)
                 w_below = self.gather_first(stored, i, m - 1)
                 grads = self.settle(grads, i, m, shards)  # zeros on the last two layers
                 first = self.members[(m + 1) % len(self.members)].first.scatter(dw)
-                tape = tapes[m].moved(self.offload, jax.memory.Space.Device)
-                dxs, dws = backward(member.layer, w, [Given(at(given[m], i), c) for c in contexts], tape, dxs)
+                of_layer = [Given(at(given[m], i), c) for c in contexts]
+                pair = tapes[m].joined(fetched), self.fetch(stored, offloaded, i, m - 1)
+                dxs, dws, fetched = backward(member.layer, w, of_layer, pair, dxs)
                 shards = first, member.rest.scatter(member.rest.total([member.rest.of(d) for d in dws]))
                 dw, w = member.first.total([member.first.of(d) for d in dws]), w_below
-            return (dxs, w, dw, shards, grads), None
+            return (dxs, w, fetched, dw, shards, grads), None
 
         if len(self.members) > 1:  # else these are what `forward` has gathered last
             w = self.gather_first(stored, _turns(stored), -1)
         begun = [m.exchange.begin(own) for m, own in zip(self.members, so_far, strict=True)]
-        start = list(dxs), w, *self.none_yet(stored), begun
+        start = list(dxs), w, self.fetch(stored, offloaded, _turns(stored), -1), *self.none_yet(stored), begun
         turns = tapes, jnp.arange(_turns(stored))
-        (dxs, _, dw, shards, grads), _ = lax.scan(one_turn, start, turns, reverse=True)
+        (dxs, *_, dw, shards, grads), _ = lax.scan(one_turn, start, turns, reverse=True)
         grads, first = self.settle(grads, 0, -1, shards), self.members[0].first
         grads[0] |= add(first.of(grads[0]), 0, first.reduce(first.scatter(dw)))
         grads = [m.exchange.finish(g, own) for m, g, own in zip(self.members, grads, so_far, strict=True)]
@@ -409,6 +422,11 @@ def _stored(members: Sequence[Member], params: Sequence[Tree]) -> list[tuple[Tre
 def _gather(part: Exchange, stored: Tree, i: jax.Array | int) -> Tree:
     """The weights of some stages of layer `i`, of what lies in this device's memory."""
     return part.gather(*(at(part.of(tree), i) for tree in stored))
+
+
+def _moved(tree: Tree, space: Any) -> Tree:
+    """In host or device memory."""
+    return jax.tree.map(lambda a: jax.device_put(a, space), tree)
 
 
 def _turns(stacked: Tree) -> int:

@@ -75,7 +75,7 @@ def query_source(c: Model, w: Attention, x: jax.Array) -> jax.Array:
 
 def queries(c: Model, w: Attention, source: jax.Array, rope: Tree) -> jax.Array:
     """[B S Q] -> [B N S H]: nope then rope dimensions, multiplied by the softmax scale."""
-    return rotate(matmul("bsq,qnh->bnsh", source, w.q_up), rope) * softmax_scale(c)
+    return rotate(kernels.tokens_last(matmul("bsq,qnh->bnsh", source, w.q_up)), rope) * softmax_scale(c)
 
 
 def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array, jax.Array]:

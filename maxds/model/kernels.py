@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
+from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxds.model import ops, scores, sparse, sparsecores
 from maxds.model.tiles import causal, gates, sums
@@ -50,6 +51,11 @@ def is_tpu() -> bool:
 
 
 # -------------------------------------------------------------------------------------- attention
+
+
+def tokens_last(x: jax.Array) -> jax.Array:
+    """[B N S H], in memory as TPU's kernels read it: so a product writes it, and the compiler need not copy it."""
+    return with_layout_constraint(x, Layout((0, 1, 3, 2))) if is_tpu() else x
 
 
 def attention(

@@ -140,15 +140,16 @@ def attend_backward(
 ) -> tuple[Array, Array, Array]:
     """Gradients of q, k and v, given (segments, selected), output and log-sum-exp, and the gradient of the output.
 
-    Queries see the first of their keys first, when what they need of their output is made, and have seen all when those
-    of their own block come, when their gradient is written. In between, those of all queries wait in VMEM. Where a row
-    has more than there is room for, those of a band of queries do, and what bands add to the keys is summed.
+    Queries see the first of their keys first, and have seen all when those of their own block come, when their gradient
+    is written. In between, those of all queries wait in VMEM. Where a row has more than there is room for, those of a
+    band of queries do, and what bands add to the keys is summed.
     """
     mask, (out, lse) = _mask(*which), kept
     bands = _bands(q.shape[2] // mask.block, 4 * mask.block * q.shape[3])
     dtype = k.dtype if len(bands) == 1 else jnp.float32
-    q, k, v, out, dout = map(turned, (q, k, v, out, dout))
-    of_queries = q, lse[:, :, None], out, dout
+    of_output = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    q, k, v, dout = map(turned, (q, k, v, dout))
+    of_queries = q, lse[:, :, None], of_output[:, :, None], dout
     found = [_of_band(band, mask, of_queries, (k, v), dtype, interpret) for band in bands]
     dq, dk, dv = zip(*found, strict=True)
     return turned(jnp.concatenate(dq, 3)), turned(_summed(dk).astype(k.dtype)), turned(_summed(dv).astype(v.dtype))
@@ -171,7 +172,7 @@ def _summed(of_bands: tuple[Array, ...]) -> Array:
 
 def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
     """Gradients of the queries of a band, and what these add to those of the keys up to its end, as `dtype`."""
-    (begin, end), (q, lse, out, dout), (k, v) = band, of_queries, of_keys
+    (begin, end), (q, lse, of_output, dout), (k, v) = band, of_queries, of_keys
     (batch, heads, size, _), size_v, tokens = q.shape, v.shape[2], (end - begin) * mask.block
     group = group_of(heads, min(HEADS_BACKWARD, max(WAITING // (4 * tokens * size), 1)))
     visits = by_columns(begin, end)
@@ -179,24 +180,20 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
     def query(query, key, since):
         return jnp.where(key >= since, query, jnp.clip(key + 1, begin, end - 1))  # else the first of the next keys
 
-    def query_at_first(query, key, since):
-        return jnp.where(key == since, query, end - 1)
-
     def query_of_key(query, key, since):
         return jnp.maximum(key, begin) - begin
 
     def shape(rows, tokens, dtype):
         return jax.ShapeDtypeStruct((batch, heads, rows, tokens), dtype)
 
-    which = query, query_at_first, query_of_key, _key
-    of_query, at_first, found, of_key = (_blocks((group, mask.block), w) for w in which)
+    which = query, query_of_key, _key
+    of_query, found, of_key = (_blocks((group, mask.block), w) for w in which)
     return call(
         functools.partial(_attend_backward, mask.hidden, begin),
         Ahead(jax.tree.map(jnp.asarray, visits), mask.since),
         [
             (q, of_query(size)),
-            (lse, of_query(1)),
-            (out, at_first(size_v)),
+            *((lse, of_query(1)), (of_output, of_query(1))),
             (dout, of_query(size_v)),
             *((k, of_key(size)), (v, of_key(size_v))),
             *mask.given(query, _key),
@@ -207,7 +204,7 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
         ],
         [
             (mask.block, mask.block),
-            *((end - begin, group, rows, mask.block) for rows in (1, size)),
+            (end - begin, group, size, mask.block),
             *((group, rows, mask.block) for rows in (size, size_v)),
         ],
         grid=(batch, heads // group, len(visits.query)),
@@ -218,7 +215,7 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
 
 
 def _attend_backward(hide, begin, ahead, given, found, held):
-    (q, lse, out, dout, k, v, *mask), (dq, dk, dv), (hidden, deltas, dqs, dks, dvs) = given, found, held
+    (q, lse, of_output, dout, k, v, *mask), (dq, dk, dv), (hidden, dqs, dks, dvs) = given, found, held
     t = pl.program_id(2)
     query, key, since = ahead.at(pl.program_id(0), t)
     own = query - begin
@@ -231,8 +228,6 @@ def _attend_backward(hide, begin, ahead, given, found, held):
     @pl.when(key == since)
     def _():
         dqs[own] = jnp.zeros(dqs.shape[1:], jnp.float32)
-        products = out[...].astype(jnp.float32) * dout[...].astype(jnp.float32)
-        deltas[own] = jnp.sum(products, axis=1, keepdims=True)
 
     @pl.when(key >= since)
     def _():
@@ -240,7 +235,7 @@ def _attend_backward(hide, begin, ahead, given, found, held):
         for h in range(len(q)):
             weights = jnp.exp(dot(k[h], q[h], 0, 0) + hidden[...] - lse[h])
             dvs[h] += dot(dout[h], weights.astype(v.dtype), 1, 1)
-            dscores = (weights * (dot(v[h], dout[h], 0, 0) - deltas[own, h])).astype(q.dtype)
+            dscores = (weights * (dot(v[h], dout[h], 0, 0) - of_output[h])).astype(q.dtype)
             dks[h] += dot(q[h], dscores, 1, 1)
             dqs[own, h] += dot(k[h], dscores, 1, 0)
 
