@@ -28,8 +28,9 @@ BATCH = PartitionSpec(AXES)
 SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_parallel`
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
-# fusions may use 64 MiB of VMEM. Host transfers begin as early as they can, for the compiler is told they are slow.
-# It moves none to another layer, as `schedule` does that: it would make every layer's program twice for it.
+# and copies do not, for they would wait there for gathers. Fusions may use 64 MiB of VMEM. Host transfers begin early,
+# for the compiler is told that they are slow. It moves none to another layer, for which it would make every layer's
+# program twice: `batch_split` does that itself.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")

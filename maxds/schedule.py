@@ -238,8 +238,8 @@ def backward(
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
     Args:
-      tapes: of the layer, and what is on its way from host memory of that of the layer below. It is due before the
-        first stage is pulled back, which still needs what it replaces: so it has memory of its own, and can come early.
+      tapes: of the layer, and what is on its way from host memory of that of the layer below. That is due when b's last
+        stage is pulled back. First stages still need what it replaces: so it has memory of its own, and can come early.
 
     Returns:
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived.
