@@ -17,6 +17,10 @@ jax.config.update("jax_num_cpu_devices", 8)
 # Programs run once here: compiling is what takes time. So it is in the processes that tests start.
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
+# A program in one piece, not in 32 that threads compile: less work, and pytest's own processes fill the cores.
+os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
+# Tracing makes millions of objects that stay: going through them every 700 would be a tenth of the suite's time.
+gc.set_threshold(100_000)
 
 # Of inputs that are made up: a few in the suite, the same each time; many with --hypothesis-profile=fuzz.
 hypothesis.settings.register_profile("suite", max_examples=25, derandomize=True, deadline=None, database=None)
