@@ -131,7 +131,7 @@ def _target(stepper: step_lib.Stepper, name: str, slices: int) -> report.Target:
         kind=device.device_kind,
         chip=topology.chip(device),
         peak=flops.peak(device.device_kind) or 0.0,
-        options=mesh_lib.compiler_options(device.device_kind, stepper.config.compiler_options),
+        options=stepper.compiler_options,
     )
 
 

@@ -29,8 +29,7 @@ SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_paralle
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
 # and copies do not, for they would wait there for gathers. Fusions may use 64 MiB of VMEM. Host transfers begin early,
-# for the compiler is told that they are slow. It moves none to another layer, for which it would make every layer's
-# program twice: `batch_split` does that itself.
+# for the compiler is told that they are slow.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
@@ -38,7 +37,6 @@ _SPARSE_CORE = {
 _ALSO = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
     "xla_tpu_pcie_bandwidth_multiplier": "0.002",
-    "xla_tpu_pipeline_memory_host_transfers": "false",
     "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
 }
 _COMPILER_OPTIONS = {
@@ -46,6 +44,8 @@ _COMPILER_OPTIONS = {
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
     "TPU7x": _SPARSE_CORE | _ALSO,
 }
+# Of a schedule that moves host transfers to another layer itself: the compiler would make every layer's program twice.
+_BY_SCHEDULE = {"batch_split": {"xla_tpu_pipeline_memory_host_transfers": "false"}, "plain": {}}
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # what glibc's malloc.h calls M_...
 
@@ -188,15 +188,16 @@ def rings(mesh: Mesh, axis: str) -> tuple[int, ...]:
     return found if math.prod(found) == len(along) else (len(along),)
 
 
-def compiler_options(device_kind: str, changes: Sequence[str] = ()) -> dict[str, str | bool]:
+def compiler_options(device_kind: str, schedule: str, changes: Sequence[str] = ()) -> dict[str, str | bool]:
     """Options that a train step is compiled with, here and ahead of time.
 
     Args:
       device_kind: of the devices it is compiled for.
-      changes: to the defaults of that kind: `name=value` sets an option, `name=` leaves it to the compiler.
+      schedule: `schedule.kind`.
+      changes: to the defaults of these two: `name=value` sets an option, `name=` leaves it to the compiler.
     """
-    changed = dict(change.split("=", 1) for change in changes)
-    options = _COMPILER_OPTIONS.get(device_kind, {}) | changed
+    defaults = _COMPILER_OPTIONS[device_kind] | _BY_SCHEDULE[schedule] if device_kind in _COMPILER_OPTIONS else {}
+    options = defaults | dict(change.split("=", 1) for change in changes)
     return {name: value for name, value in options.items() if value}
 
 

@@ -59,6 +59,12 @@ class Stepper:
         """Sequences of a global batch that a device has, whole or parts of them."""
         return self.batch_sharding.shard_shape(self.abstract_batch["tokens"].shape)[0]
 
+    @property
+    def compiler_options(self) -> dict[str, str | bool]:
+        """That the step is compiled with."""
+        config, kind = self.config, self.mesh.devices.flat[0].device_kind
+        return mesh_lib.compiler_options(kind, config.schedule.kind, config.compiler_options)
+
     @functools.cached_property
     def share(self) -> tuple[int, int]:
         """Which share of each global batch's sequences this process reads, and of how many."""
@@ -374,15 +380,13 @@ class Stepper:
         Raises:
           MeshError: the compiler does not know an option of `compiler_options`.
         """
-        kind = self.mesh.devices.flat[0].device_kind
-        options = mesh_lib.compiler_options(kind, self.config.compiler_options)
         lowered = self.lower()
         try:
-            return lowered.compile(compiler_options=options)
+            return lowered.compile(compiler_options=self.compiler_options)
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise
-            unknown = str(error).rpartition(": ")[2]
+            kind, unknown = self.mesh.devices.flat[0].device_kind, str(error).rpartition(": ")[2]
             raise mesh_lib.MeshError(
                 f"the compiler of {kind} does not know the option {unknown} of compiler_options; drop it"
             ) from None

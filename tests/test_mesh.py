@@ -107,11 +107,13 @@ def test_the_environment_says_whether_there_are_other_processes(environment, sev
     assert mesh._is_one_of_several(environment) is several
 
 
-def test_compiler_options_are_those_of_the_device_as_the_config_changes_them():
+def test_compiler_options_are_those_of_device_and_schedule_as_the_config_changes_them():
     offload = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
-    assert mesh.compiler_options("cpu") == {}
-    assert mesh.compiler_options("TPU v5")[offload] == "true"
-    changed = mesh.compiler_options("TPU v5", ("xla_a=1", f"{offload}="))
+    pipelines = "xla_tpu_pipeline_memory_host_transfers"
+    assert mesh.compiler_options("cpu", "batch_split") == {}
+    split, plain = (mesh.compiler_options("TPU v5", schedule) for schedule in ("batch_split", "plain"))
+    assert split == plain | {pipelines: "false"} and split[offload] == "true" and pipelines not in plain
+    changed = mesh.compiler_options("TPU v5", "plain", ("xla_a=1", f"{offload}="))
     assert changed["xla_a"] == "1" and offload not in changed
 
 

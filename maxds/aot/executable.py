@@ -23,7 +23,6 @@ from etils import epath
 from jax._src import cache_key, compiler
 
 from maxds import loader
-from maxds import mesh as mesh_lib
 from maxds.step import Stepper
 
 _MAGIC = b"maxds executable 1\n"
@@ -107,7 +106,7 @@ def _about(stepper: Stepper) -> dict[str, Any]:
         "versions": {name: importlib.metadata.version(name) for name in compilers},
         "device_kind": kind,
         "mesh": dict(stepper.mesh.shape),
-        "compiler_options": mesh_lib.compiler_options(kind, stepper.config.compiler_options),
+        "compiler_options": stepper.compiler_options,
         "environment": {name: os.environ.get(name, "") for name in _FLAGS},
         "device_order": hashlib.sha256(json.dumps([_place(d) for d in devices]).encode()).hexdigest()[:12],
         "program": _program(stepper.lower()),

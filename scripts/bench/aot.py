@@ -22,8 +22,7 @@ NO_MTP = "loss.mtp=0 loss.later=[] model.num_nextn_predict_layers=0"
 ALONE = f"{NO_MTP} optimizer.accumulate_steps=1"  # one part, as the figures of others are
 FOUR_PARTS = "data.global_batch=16384 optimizer.accumulate_steps=4"  # of 8 sequences a device: 10 are 0.2 GiB too many
 SPLIT = "mesh.context_parallel=true"
-HOST = "compiler_options=[xla_tpu_pipeline_memory_host_transfers=true]"  # else `plain` waits for what it offloads
-SMALL = f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter, for 31 GiB of HBM
+SMALL = f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter, for few devices or little HBM
 
 
 def growing(devices: int, sequences: int = 6) -> str:
@@ -34,15 +33,15 @@ def growing(devices: int, sequences: int = 6) -> str:
 ROWS = {
     # name: topology, slices, overrides
     "tpu7x": ("tpu7x:4x8x8", 1, ""),
-    "tpu7x-plain": ("tpu7x:4x8x8", 1, f"schedule.kind=plain {HOST}"),
+    "tpu7x-plain": ("tpu7x:4x8x8", 1, "schedule.kind=plain"),
     "tpu7x-fp8": ("tpu7x:4x8x8", 1, "precision.matmul=fp8"),
     "tpu7x-half": ("tpu7x:4x4x8", 1, "optimizer.accumulate_steps=10"),
     "tpu7x-256": ("tpu7x:4x4x8", 1, f"{ALONE} data.global_batch=2048"),
     "v5p": ("v5p:8x8x8", 1, FOUR_PARTS),
-    "v5p-plain": ("v5p:8x8x8", 1, f"{FOUR_PARTS} schedule.kind=plain {HOST}"),
+    "v5p-plain": ("v5p:8x8x8", 1, f"{FOUR_PARTS} schedule.kind=plain"),
     "v6e": ("v6e:16x16", 1, f"{SMALL} mesh.expert=16 data.global_batch=512"),
     "slices-2": ("tpu7x:4x8x8", 2, "mesh.data=2 data.global_batch=30720"),
-    "chips-64": ("tpu7x:4x4x4", 1, growing(128, 2)),
+    "chips-64": ("tpu7x:4x4x4", 1, f"{SMALL} data.global_batch=256"),
     "chips-128": ("tpu7x:4x4x8", 1, growing(256)),
     "chips-512": ("tpu7x:8x8x8", 1, growing(1024)),
     "chips-1024": ("tpu7x:8x8x16", 1, growing(2048)),
