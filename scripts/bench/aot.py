@@ -25,7 +25,7 @@ SPLIT = "mesh.context_parallel=true"
 SMALL = f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter, for few devices or little HBM
 
 
-def growing(devices: int, sequences: int = 6) -> str:
+def growing(devices: int, sequences: int = 8) -> str:
     """One part of this many sequences a device."""
     return f"{ALONE} data.global_batch={devices * sequences}"
 
@@ -36,13 +36,12 @@ ROWS = {
     "tpu7x-plain": ("tpu7x:4x8x8", 1, "schedule.kind=plain"),
     "tpu7x-fp8": ("tpu7x:4x8x8", 1, "precision.matmul=fp8"),
     "tpu7x-half": ("tpu7x:4x4x8", 1, "optimizer.accumulate_steps=10"),
-    "tpu7x-256": ("tpu7x:4x4x8", 1, f"{ALONE} data.global_batch=2048"),
+    "tpu7x-256": ("tpu7x:4x4x8", 1, growing(256)),
     "v5p": ("v5p:8x8x8", 1, FOUR_PARTS),
     "v5p-plain": ("v5p:8x8x8", 1, f"{FOUR_PARTS} schedule.kind=plain"),
     "v6e": ("v6e:16x16", 1, f"{SMALL} mesh.expert=16 data.global_batch=512"),
     "slices-2": ("tpu7x:4x8x8", 2, "mesh.data=2 data.global_batch=30720"),
     "chips-64": ("tpu7x:4x4x4", 1, f"{SMALL} data.global_batch=256"),
-    "chips-128": ("tpu7x:4x4x8", 1, growing(256)),
     "chips-512": ("tpu7x:8x8x8", 1, growing(1024)),
     "chips-1024": ("tpu7x:8x8x16", 1, growing(2048)),
     "chips-4096": ("tpu7x:16x16x16", 1, growing(8192)),
