@@ -14,7 +14,7 @@ import jax
 import numpy as np
 import pytest
 
-from maxds.aot import cost, fit, hlo, network, picture, timeline, topology
+from maxds.aot import cost, fit, hlo, network, picture, report, timeline, topology
 
 CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 0.5e9, 4)
 MESH = {"data": 2, "fsdp": 2, "expert": 2}
@@ -437,6 +437,19 @@ def test_what_has_no_estimate_is_kept_in_sight():
   %p = f32[8]{0} parameter(0)
   ROOT %k = f32[8]{0} custom-call(%p), custom_call_target="tpu_custom_call\"""")
     assert walk(module).compute["none"].times == 1
+
+
+def test_a_large_copy_is_listed_with_what_it_changes():
+    module = program("""
+  %p = f32[8,8]{1,0:T(8,128)} parameter(0)
+  %a = f32[8,8]{1,0:T(8,128)} copy(%p)
+  %b = f32[8,8]{1,0:T(2,128)} copy(%a)
+  %c = f32[8,8]{0,1:T(8,128)} copy(%b)
+  ROOT %d = f32[4]{0} slice(%c), slice={[0:4]}""")
+    changes = {found["why"]: found for found in report._copies(module, walk(module), least=256)}
+    assert set(changes) == {"is memory of its own", "has other tiles", "is turned"}
+    assert changes["is turned"]["bytes"] == 256 and changes["is turned"]["times"] == 1
+    assert not list(report._copies(module, walk(module), least=257))
 
 
 # -------------------------------------------------------------------------------------------- cost

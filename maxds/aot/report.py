@@ -20,6 +20,8 @@ from maxds.aot.timeline import Tally, Timeline, stage
 from maxds.aot.topology import GIB, Chip
 from maxds.config import Config
 
+LARGE = 64 * 2**20  # bytes of a copy that is listed
+
 _ROOT = maxds.__path__[0].removesuffix("maxds")
 REMEDIES = (
     "computed from shapes, not compiled: of state, sums of gradients and what layers keep; all else is taken to stay;",
@@ -120,6 +122,7 @@ def cost(target: Target, module: Module, timeline: Timeline, network: Network) -
         "other_streams": {lane: dataclasses.asdict(tally) for lane, tally in timeline.others.items()},
         "compute": {basis: dataclasses.asdict(tally) for basis, tally in timeline.compute.items()},
         "slowest": list(_slowest(module, timeline)),
+        "copies": list(_copies(module, timeline)),
         "most_exposed": list(_most_exposed(module, timeline)),
         "not_estimated": _not_estimated(module, timeline),
         "assumptions": assumptions(target),
@@ -198,6 +201,22 @@ def _slowest(module: Module, timeline: Timeline, count: int = 12) -> Iterator[di
         yield {"stage": part, "operation": operation, "source": place, "seconds": t.seconds, "flops": t.flops}
 
 
+def _copies(module: Module, timeline: Timeline, least: int = LARGE) -> Iterator[dict]:
+    """Copies in HBM of `least` bytes or more, with what each changes: the compiler's reason for it."""
+    found: dict[tuple[str, str, str], Tally] = {}
+    for computation in module.computations.values():
+        for i in computation.instructions:
+            if i.opcode != "copy" or i.name not in timeline.instructions or i.arrays[0].bytes < least:
+                continue
+            (read, *_), (written, *_) = computation.by_name[i.operands[0]].arrays, i.arrays
+            same = "is memory of its own" if read.tile == written.tile else "has other tiles"
+            why = same if read.order == written.order else "is turned"
+            tally, t = found.setdefault((str(written), why, source(module, i)), Tally()), timeline.instructions[i.name]
+            tally.times, tally.seconds, tally.bytes = tally.times + t.times, tally.seconds + t.seconds, written.bytes
+    for (shape, why, place), t in sorted(found.items(), key=lambda item: -item[1].seconds):
+        yield {"shape": shape, "why": why, "source": place, "times": t.times, "bytes": t.bytes, "seconds": t.seconds}
+
+
 def _most_exposed(module: Module, timeline: Timeline, count: int = 10) -> Iterator[dict]:
     worst = sorted(timeline.instructions.items(), key=lambda item: -item[1].exposed)[:count]
     for name, t in worst:
@@ -253,7 +272,7 @@ def text(data: dict) -> str:
         blocks.append(_remedies_text(data["remedies"], data["fit"]["limit"]))
     if "cost" in data:
         blocks += [_buffers_text(data["fit"]), _cost_text(data["cost"]), _collectives_text(data["cost"])]
-        blocks += [_worst_text(data["cost"]), _basis_text(data["cost"])]
+        blocks += [_worst_text(data["cost"]), _copies_text(data["cost"]), _basis_text(data["cost"])]
         blocks.append("\n".join(["Assumptions", *(f"  {line}" for line in data["cost"]["assumptions"])]))
     return "\n\n".join(blocks)
 
@@ -382,6 +401,14 @@ def _worst_text(c: dict) -> str:
         amounts = _ms(e["seconds"]), share, f"{e['flops'] / 1e12:,.4f}"
         slowest.append((name, e["stage"], e["source"] or "-", *amounts))
     return "\n".join([_rows(exposed), "", _rows(slowest)])
+
+
+def _copies_text(c: dict) -> str:
+    rows = [(f"copies of {LARGE // 2**20} MiB or more", "GiB", "it", "source", "times", "ms", "share")]
+    for e in c["copies"]:
+        amounts = f"{e['times']:,.0f}", _ms(e["seconds"]), f"{e['seconds'] / c['step_seconds']:.1%}"
+        rows.append((e["shape"], _gib(e["bytes"]), e["why"], e["source"] or "-", *amounts))
+    return _rows(rows)
 
 
 def _basis_text(c: dict) -> str:
