@@ -293,7 +293,7 @@ def backward(
 
 
 def batch_split(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]) -> Run:
-    """Two microbatches; weights gathered a step ahead, gradients scattered a step behind, and over DCN a layer later.
+    """Two microbatches; weights gathered a step ahead, gradients scattered a step behind, and summed two layers later.
 
     No layer is peeled off the two scans, so the compiler sees one forward and one backward turn of the members:
     microbatch b enters with a pending combine that adds nothing.
@@ -367,50 +367,47 @@ class _Split:
         (dxs, _), (tapes, offloaded) = cotangents, zip(*kept, strict=True)
 
         def one_turn(carry, of_turn):
-            dxs, w, fetched, dw, shards, grads = carry
+            dxs, w, fetched, above, shards, grads = carry
             tapes, i = of_turn
             for m, member in reversed(list(enumerate(self.members))):
                 w = w | _gather(member.rest, stored[m], i)
                 w_below = self.gather_first(stored, i, m - 1)
                 grads = self.settle(grads, i, m, shards)  # zeros on the last two layers
-                first = self.members[(m + 1) % len(self.members)].first.scatter(dw)
+                shards = self.scatter(m + 1, *above)
                 of_layer = [Given(at(given[m], i), c) for c in contexts]
                 pair = tapes[m].joined(fetched), self.fetch(stored, offloaded, i, m - 1)
                 dxs, dws, fetched = backward(member.layer, w, of_layer, pair, dxs)
-                shards = first, member.rest.scatter(member.rest.total([member.rest.of(d) for d in dws]))
-                dw, w = member.first.total([member.first.of(d) for d in dws]), w_below
-            return (dxs, w, fetched, dw, shards, grads), None
+                first, rest = (part.total([part.of(d) for d in dws]) for part in (member.first, member.rest))
+                above, w = (first, member.rest.scatter(rest)), w_below
+            return (dxs, w, fetched, above, shards, grads), None
 
         if len(self.members) > 1:  # else these are what `forward` has gathered last
             w = self.gather_first(stored, _turns(stored), -1)
         begun = [m.exchange.begin(own) for m, own in zip(self.members, so_far, strict=True)]
         start = list(dxs), w, self.fetch(stored, offloaded, _turns(stored), -1), *self.none_yet(stored), begun
         turns = tapes, jnp.arange(_turns(stored))
-        (dxs, *_, dw, shards, grads), _ = lax.scan(one_turn, start, turns, reverse=True)
-        grads, first = self.settle(grads, 0, -1, shards), self.members[0].first
-        grads[0] |= add(first.of(grads[0]), 0, first.reduce(first.scatter(dw)))
+        (dxs, *_, above, shards, grads), _ = lax.scan(one_turn, start, turns, reverse=True)
+        grads = self.settle(self.settle(grads, 0, -1, shards), 0, -2, self.scatter(0, *above))
         grads = [m.exchange.finish(g, own) for m, g, own in zip(self.members, grads, so_far, strict=True)]
         return grads, None, None, dxs, None
 
     def none_yet(self, stored):
-        """Zeros, for gradients of the layers that would be above the last: of gathered weights, and scattered."""
-        above, own = self.members[1 % len(self.members)].first, self.members[0].rest
+        """Zeros, for gradients of the two layers that would be above the last: scattered in part, and wholly."""
         params = [at(of_member, 0) for of_member, _ in stored]
-        first = self.members[0].first
+        first, rest, two = self.members[0].first, self.members[0].rest, 1 % len(self.members)
         gathered = _zeros_of(lambda: first.total([slots(self.gather_first(stored, 0, 0))]))
-        return gathered, (
-            _zeros_of(above.shards, above.of(params[1 % len(self.members)])),
-            _zeros_of(own.shards, own.of(params[0])),
-        )
+        above = gathered, _zeros_of(rest.shards, rest.of(params[0]))
+        return above, _zeros_of(self.members[two].exchange.shards, params[two])
+
+    def scatter(self, m, first, rest):
+        """All gradients of a layer, scattered: those of its first stage now, those of the others were before."""
+        return self.members[m % len(self.members)].first.scatter(first) | rest
 
     def settle(self, grads, i, m, shards):
-        """Adds the gradients of the first stage of the layer two above, and of the other stages of the one above."""
+        """Adds the gradients of the layer two above: they have arrived, so sums over `expert` need not wait."""
+        turn, above = divmod(m + 2, len(self.members))
         grads = list(grads)
-        for part, steps, scattered in zip(("first", "rest"), (2, 1), shards, strict=True):
-            turn, above = divmod(m + steps, len(self.members))
-            exchange: Exchange = getattr(self.members[above], part)
-            new = exchange.reduce(scattered)
-            grads[above] = grads[above] | add(exchange.of(grads[above]), (i + turn) % _turns(grads), new)
+        grads[above] = add(grads[above], (i + turn) % _turns(grads), self.members[above].exchange.reduce(shards))
         return grads
 
 

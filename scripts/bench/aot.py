@@ -22,9 +22,7 @@ NO_MTP = "loss.mtp=0 loss.later=[] model.num_nextn_predict_layers=0"
 ALONE = f"{NO_MTP} optimizer.accumulate_steps=1"  # one part, as the figures of others are
 FOUR_PARTS = "data.global_batch=16384 optimizer.accumulate_steps=4"  # of 8 sequences a device: 10 are 0.2 GiB too many
 SPLIT = "mesh.context_parallel=true"
-SMALL = (
-    f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
-)
+SMALL = f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
 
 
 def growing(devices: int, sequences: int = 8) -> str:
