@@ -20,7 +20,6 @@ GIB = 2**30
 
 NO_MTP = "loss.mtp=0 loss.later=[] model.num_nextn_predict_layers=0"
 ALONE = f"{NO_MTP} optimizer.accumulate_steps=1"  # one part, as the figures of others are
-FOUR_PARTS = "data.global_batch=16384 optimizer.accumulate_steps=4"  # of 8 sequences a device: 10 are 0.2 GiB too many
 SPLIT = "mesh.context_parallel=true"
 SMALL = f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
 
@@ -37,8 +36,8 @@ ROWS = {
     "tpu7x-fp8": ("tpu7x:4x8x8", 1, "precision.matmul=fp8"),
     "tpu7x-half": ("tpu7x:4x4x8", 1, "optimizer.accumulate_steps=10"),
     "tpu7x-256": ("tpu7x:4x4x8", 1, growing(256)),
-    "v5p": ("v5p:8x8x8", 1, FOUR_PARTS),
-    "v5p-plain": ("v5p:8x8x8", 1, f"{FOUR_PARTS} schedule.kind=plain"),
+    "v5p": ("v5p:8x8x8", 1, ""),
+    "v5p-plain": ("v5p:8x8x8", 1, "schedule.kind=plain"),
     "v6e": ("v6e:16x16", 1, f"{SMALL} mesh.expert=16 data.global_batch=512"),
     "slices-2": ("tpu7x:4x8x8", 2, "mesh.data=2 data.global_batch=30720"),
     "chips-64": ("tpu7x:4x4x4", 1, f"{SMALL} data.global_batch=256"),
