@@ -60,10 +60,14 @@ class Stepper:
         return self.batch_sharding.shard_shape(self.abstract_batch["tokens"].shape)[0]
 
     @property
+    def device_kind(self) -> str:
+        """Of the devices, as JAX names it."""
+        return self.mesh.devices.flat[0].device_kind
+
+    @property
     def compiler_options(self) -> dict[str, str | bool]:
         """That the step is compiled with."""
-        config, kind = self.config, self.mesh.devices.flat[0].device_kind
-        return mesh_lib.compiler_options(kind, config.schedule.kind, config.compiler_options)
+        return mesh_lib.compiler_options(self.device_kind, self.config.schedule.kind, self.config.compiler_options)
 
     @functools.cached_property
     def share(self) -> tuple[int, int]:
@@ -386,9 +390,9 @@ class Stepper:
         except jax.errors.JaxRuntimeError as error:
             if "No such compile option" not in str(error):
                 raise
-            kind, unknown = self.mesh.devices.flat[0].device_kind, str(error).rpartition(": ")[2]
+            unknown = str(error).rpartition(": ")[2]
             raise mesh_lib.MeshError(
-                f"the compiler of {kind} does not know the option {unknown} of compiler_options; drop it"
+                f"the compiler of {self.device_kind} does not know the option {unknown} of compiler_options; drop it"
             ) from None
 
     def batch(self, rows: dict) -> dict:

@@ -145,7 +145,7 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
             with watch.paused():
                 checksum.of_arrays(begin.state)  # compiled by now, so that the first save does not wait for it
             with writing(config):
-                log.start(done, stepper.mesh.devices.flat[0].device_kind, stepper.mesh.size)
+                log.start(done, stepper.device_kind, stepper.mesh.size)
 
             def save(state: step_lib.TrainState, step: int) -> None:
                 saved.save(state, step, config, data.fingerprint, training.left_out)

@@ -100,11 +100,10 @@ def _read(path: str) -> tuple[dict[str, Any], bytes]:
 def _about(stepper: Stepper) -> dict[str, Any]:
     """What an executable of this step is for: it must be the same where it is compiled and where it runs."""
     devices = stepper.mesh.devices.flat
-    kind = devices[0].device_kind
     compilers = ("jax", "jaxlib", *(["libtpu"] if devices[0].platform == "tpu" else []))
     return {
         "versions": {name: importlib.metadata.version(name) for name in compilers},
-        "device_kind": kind,
+        "device_kind": stepper.device_kind,
         "mesh": dict(stepper.mesh.shape),
         "compiler_options": stepper.compiler_options,
         "environment": {name: os.environ.get(name, "") for name in _FLAGS},

@@ -13,7 +13,7 @@ from maxds import describe, flops
 from maxds.aot import fit as fit_lib
 from maxds.aot.cost import BASES
 from maxds.aot.fit import Buffer, Fit
-from maxds.aot.hlo import COLLECTIVES, Instruction, Module
+from maxds.aot.hlo import COLLECTIVES, Array, Instruction, Module
 from maxds.aot.network import Network
 from maxds.aot.remedies import Change
 from maxds.aot.timeline import Tally, Timeline, stage
@@ -203,18 +203,24 @@ def _slowest(module: Module, timeline: Timeline, count: int = 12) -> Iterator[di
 
 def _copies(module: Module, timeline: Timeline, least: int = LARGE) -> Iterator[dict]:
     """Copies in HBM of `least` bytes or more, with what each changes: the compiler's reason for it."""
-    found: dict[tuple[str, str, str], Tally] = {}
+    found: dict[tuple[str, float, str, str], Tally] = {}
     for computation in module.computations.values():
         for i in computation.instructions:
-            if i.opcode != "copy" or i.name not in timeline.instructions or i.arrays[0].bytes < least:
-                continue
-            (read, *_), (written, *_) = computation.by_name[i.operands[0]].arrays, i.arrays
-            same = "is memory of its own" if read.tile == written.tile else "has other tiles"
-            why = same if read.order == written.order else "is turned"
-            tally, t = found.setdefault((str(written), why, source(module, i)), Tally()), timeline.instructions[i.name]
-            tally.times, tally.seconds, tally.bytes = tally.times + t.times, tally.seconds + t.seconds, written.bytes
-    for (shape, why, place), t in sorted(found.items(), key=lambda item: -item[1].seconds):
-        yield {"shape": shape, "why": why, "source": place, "times": t.times, "bytes": t.bytes, "seconds": t.seconds}
+            if i.opcode == "copy" and i.name in timeline.instructions and i.arrays[0].bytes >= least:
+                written, t = i.arrays[0], timeline.instructions[i.name]
+                why = _change(computation.by_name[i.operands[0]].arrays[0], written)
+                tally = found.setdefault((str(written), written.bytes, why, source(module, i)), Tally())
+                tally.times += t.times
+                tally.seconds += t.seconds
+    for (shape, size, why, place), t in sorted(found.items(), key=lambda item: -item[1].seconds):
+        yield {"shape": shape, "why": why, "source": place, "times": t.times, "bytes": size, "seconds": t.seconds}
+
+
+def _change(read: Array, written: Array) -> str:
+    """What a copy changes."""
+    if read.order != written.order:
+        return "is turned"
+    return "has other tiles" if read.tile != written.tile else "is memory of its own"
 
 
 def _most_exposed(module: Module, timeline: Timeline, count: int = 10) -> Iterator[dict]:
