@@ -20,15 +20,19 @@ _FREE_TARGETS = set(
     "annotate_device_placement GatherScatterIndicesBitpacked".split()
 )
 
-# The compiler tells no cycles of kernels. In its schedules of those of model/tiles one can count them: attention with
-# its gradients reaches 0.41 of TPU7x's peak, 0.40 of v5p's and 0.38 of v6e's; that to a window and entries, of wider
-# heads, 0.59, 0.48 and 0.66.
-SCHEDULED, SCHEDULED_WINDOW = 0.4, 0.5
+# The compiler tells no cycles of kernels. In its schedules of those of model/tiles one can count them: the share of the
+# peak that attention with its gradients reaches, if every tile did what only the first or last of a row does.
+SCHEDULED = {
+    "tpu7x": {"attend_window": 0.59, "attend_selected": 0.47, "attend": 0.53},
+    "v5p": {"attend_window": 0.48, "attend_selected": 0.41, "attend": 0.44},
+    "v6e": {"attend_window": 0.66, "attend_selected": 0.45, "attend": 0.50},
+}
+SCHEDULED_ELSE = 0.4
 
 BASES = {
     "cycles": "the compiler's cycles, over the clock",
-    "cost estimate": f"the kernel's own FLOPs at {SCHEDULED} of peak (to a window {SCHEDULED_WINDOW}), or its bytes, "
-    "the slower of the two",
+    "cost estimate": "the kernel's own FLOPs at the share of peak that its schedule reaches, or its bytes, the slower "
+    "of the two",
     "grouped matmul": "2·K·N of each row of the tiles that it visits, or its bytes, the slower of the two at peak (of "
     "float8, if both operands are that)",
     "sort": "k(k+1)/2 passes over its operands in memory, k = log2 of the sorted length (a bitonic sort)",
@@ -81,7 +85,8 @@ class Costs:
             peak = self.peak * (self.chip.float8 if all(a.itemsize == 1 for a in matrices) else 1.0)
             return Cost(max(flops / peak, moved / self.chip.hbm), "grouped matmul", flops, moved)
         if i.cost_estimate:
-            share = SCHEDULED_WINDOW if "attend_window" in i.op_name else SCHEDULED
+            shares = SCHEDULED.get(self.chip.family, {})
+            share = next((share for name, share in shares.items() if name in i.op_name), SCHEDULED_ELSE)
             return Cost(max(flops / self.peak / share, moved / self.chip.hbm), "cost estimate", flops, moved)
         return Cost(0.0, "none", flops, moved)
 

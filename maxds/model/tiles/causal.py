@@ -1,11 +1,16 @@
 """Causal attention within documents, or to selected keys.
 
 Of a row's tiles only those are visited that are not wholly of the future, and only those are multiplied whose queries
-and keys have a document in common; what is which is data that a kernel reads ahead of its steps.
+and keys have a document in common; where it is one document, nothing is hidden. What is which is data that a kernel
+reads ahead of its steps.
+
+Of two heads in turn, one's products are written before the other's exponentials, and wait in VMEM: so the matrix units
+need not. Scores are in bits, for an exponential of base 2 is one multiplication less.
 """
 
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from maxds.model.tiles import HEADS, KEYS, LANES, LOWEST, WAITING, block_of, call, column, dot, group_of, like, turned
 
-HEADS_BACKWARD = 4  # that share a step of the backward pass, at most
+BITS = math.log2(math.e)  # in scores as base-2 exponentials take them, of one as others do
 
 
 class Visits(NamedTuple):
@@ -46,11 +51,42 @@ class Ahead(NamedTuple):
 
     visits: Any  # Visits
     since: Any  # [B blocks] int32: of a block of queries the first block of keys that it is multiplied by
+    clear: Any  # [B blocks] int32: and the first since which it sees all keys before it; None: of no queries
 
     def at(self, row: Any, step: Any) -> tuple[Any, Any, Any]:
         """Blocks of queries and of keys that a step visits, and the first of keys for these queries."""
         query = self.visits.query[step]
         return query, self.visits.key[step], self.since[row, query]
+
+    def multiply(self, row: Any, step: Any, hide: Callable, hidden: Any, tile: Callable) -> None:
+        """Runs tile(scores -> scores, of which some are hidden) in a step, if its queries see any of its keys.
+
+        Args:
+          row: of the batch.
+          step: of the row.
+          hide: (block of queries, block of keys) -> what is added to the scores.
+          hidden: a reference to where that is held.
+          tile: what to run.
+        """
+        query, key, since = self.at(row, step)
+        seen = False if self.clear is None else (key >= self.clear[row, query]) & (key < query)
+
+        @pl.when((key >= since) & jnp.logical_not(seen))
+        def _():
+            hidden[...] = hide(query, key)
+            tile(lambda scores: scores + hidden[...])
+
+        if self.clear is not None:
+            pl.when(seen)(lambda: tile(lambda scores: scores))
+
+
+def in_turn(heads: int, product: Callable, use: Callable) -> None:
+    """product(h) and use(h) of each head, a head's product before what the one before is used for."""
+    product(0)
+    for h in range(heads):
+        if h + 1 < heads:
+            product(h + 1)
+        use(h)
 
 
 def can_attend(length: int, *, selected: bool) -> bool:
@@ -86,22 +122,26 @@ def attend(
     of_row = jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32)
     out, lse, top = call(
         functools.partial(_attend, mask.hidden),
-        Ahead(jax.tree.map(jnp.asarray, visits), mask.since),
-        [(turned(q), of_query(size)), (turned(k), of_key(size)), (turned(v), of_key(size_v)), *mask.given(_query, key)],
+        Ahead(jax.tree.map(jnp.asarray, visits), mask.since, mask.clear),
+        [
+            (turned(_in_bits(q)), of_query(size)),
+            (turned(k), of_key(size)),
+            (turned(v), of_key(size_v)),
+            *mask.given(_query, key),
+        ],
         [(like(turned(v)), of_query(size_v)), (of_row, of_query(1)), (of_row, of_query(1))],
-        [(mask.block, mask.block), *((group, rows, mask.block) for rows in (1, 1, size_v))],
+        [(mask.block, mask.block), _waiting(mask.block), *((group, rows, mask.block) for rows in (1, 1, size_v))],
         grid=(batch, heads // group, len(visits.query)),
         flops=2 * batch * len(visits.query) * mask.block**2 * heads * (size + size_v),
-        name="attend",
+        name=mask.kernel,
         interpret=interpret,
     )
     return turned(out), lse[:, :, 0], top[:, :, 0]
 
 
 def _attend(hide, ahead, given, found, held):
-    (q, k, v, *mask), (out, lse, top), (hidden, highest, total, summed) = given, found, held
+    (q, k, v, *mask), (out, lse, top), (hidden, waiting, highest, total, summed) = given, found, held
     t = pl.program_id(2)
-    query, key, since = ahead.at(pl.program_id(0), t)
 
     @pl.when(ahead.visits.first[t] == 1)
     def _():
@@ -109,22 +149,26 @@ def _attend(hide, ahead, given, found, held):
         total[...] = jnp.zeros(total.shape, jnp.float32)
         summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
-    @pl.when(key >= since)
-    def _():
-        hidden[...] = hide(mask, query, key)
-        for h in range(len(q)):
-            scores = dot(k[h], q[h], 0, 0) + hidden[...]
-            before = highest[h]
+    def tile(shaded):
+        def product(h):
+            waiting[h % 2] = dot(k[h], q[h], 0, 0)
+
+        def use(h):
+            scores, before = shaded(waiting[h % 2]), highest[h]
             now = jnp.maximum(before, jnp.max(scores, axis=KEYS, keepdims=True))
-            weights, old = jnp.exp(scores - now), jnp.exp(before - now)
+            weights, old = jnp.exp2(scores - now), jnp.exp2(before - now)
             highest[h] = now
             total[h] = total[h] * old + jnp.sum(weights, axis=KEYS, keepdims=True)
             summed[h] = summed[h] * old + dot(v[h], weights.astype(v.dtype), 1, 0)
 
+        in_turn(len(q), product, use)
+
+    ahead.multiply(pl.program_id(0), t, functools.partial(hide, mask), hidden, tile)
+
     @pl.when(ahead.visits.last[t] == 1)
     def _():
-        top[...] = highest[...]
-        lse[...] = highest[...] + jnp.log(total[...])
+        top[...] = highest[...] / BITS
+        lse[...] = highest[...] / BITS + jnp.log(total[...])
         out[...] = (summed[...] / total[...]).astype(out.dtype)
 
 
@@ -148,8 +192,8 @@ def attend_backward(
     bands = _bands(q.shape[2] // mask.block, 4 * mask.block * q.shape[3])
     dtype = k.dtype if len(bands) == 1 else jnp.float32
     of_output = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    q, k, v, dout = map(turned, (q, k, v, dout))
-    of_queries = q, lse[:, :, None], of_output[:, :, None], dout
+    q, k, v, dout = map(turned, (_in_bits(q), k, v, dout))
+    of_queries = q, lse[:, :, None] * BITS, of_output[:, :, None], dout
     found = [_of_band(band, mask, of_queries, (k, v), dtype, interpret) for band in bands]
     dq, dk, dv = zip(*found, strict=True)
     return turned(jnp.concatenate(dq, 3)), turned(_summed(dk).astype(k.dtype)), turned(_summed(dv).astype(v.dtype))
@@ -174,7 +218,7 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
     """Gradients of the queries of a band, and what these add to those of the keys up to its end, as `dtype`."""
     (begin, end), (q, lse, of_output, dout), (k, v) = band, of_queries, of_keys
     (batch, heads, size, _), size_v, tokens = q.shape, v.shape[2], (end - begin) * mask.block
-    group = group_of(heads, min(HEADS_BACKWARD, max(WAITING // (4 * tokens * size), 1)))
+    group = group_of(heads, min(HEADS, max(WAITING // (4 * tokens * size), 1)))
     visits = by_columns(begin, end)
 
     def query(query, key, since):
@@ -190,7 +234,7 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
     of_query, found, of_key = (_blocks((group, mask.block), w) for w in which)
     return call(
         functools.partial(_attend_backward, mask.hidden, begin),
-        Ahead(jax.tree.map(jnp.asarray, visits), mask.since),
+        Ahead(jax.tree.map(jnp.asarray, visits), mask.since, mask.clear),
         [
             (q, of_query(size)),
             *((lse, of_query(1)), (of_output, of_query(1))),
@@ -204,20 +248,22 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
         ],
         [
             (mask.block, mask.block),
+            *[_waiting(mask.block)] * 2,
             (end - begin, group, size, mask.block),
             *((group, rows, mask.block) for rows in (size, size_v)),
         ],
         grid=(batch, heads // group, len(visits.query)),
         flops=2 * batch * len(visits.query) * mask.block**2 * heads * (3 * size + 2 * size_v),
-        name="attend_backward",
+        name=f"{mask.kernel}_backward",
         interpret=interpret,
     )
 
 
 def _attend_backward(hide, begin, ahead, given, found, held):
-    (q, lse, of_output, dout, k, v, *mask), (dq, dk, dv), (hidden, dqs, dks, dvs) = given, found, held
-    t = pl.program_id(2)
-    query, key, since = ahead.at(pl.program_id(0), t)
+    (q, lse, of_output, dout, k, v, *mask), (dq, dk, dv) = given, found
+    hidden, of_scores, of_weights, dqs, dks, dvs = held
+    row, t = pl.program_id(0), pl.program_id(2)
+    query, key, since = ahead.at(row, t)
     own = query - begin
 
     @pl.when(ahead.visits.first[t] == 1)
@@ -229,15 +275,21 @@ def _attend_backward(hide, begin, ahead, given, found, held):
     def _():
         dqs[own] = jnp.zeros(dqs.shape[1:], jnp.float32)
 
-    @pl.when(key >= since)
-    def _():
-        hidden[...] = hide(mask, query, key)
-        for h in range(len(q)):
-            weights = jnp.exp(dot(k[h], q[h], 0, 0) + hidden[...] - lse[h])
+    def tile(shaded):
+        def product(h):
+            of_scores[h % 2] = dot(k[h], q[h], 0, 0)
+            of_weights[h % 2] = dot(v[h], dout[h], 0, 0)
+
+        def use(h):
+            weights = jnp.exp2(shaded(of_scores[h % 2]) - lse[h])
             dvs[h] += dot(dout[h], weights.astype(v.dtype), 1, 1)
-            dscores = (weights * (dot(v[h], dout[h], 0, 0) - of_output[h])).astype(q.dtype)
+            dscores = (weights * (of_weights[h % 2] - of_output[h])).astype(q.dtype)
             dks[h] += dot(q[h], dscores, 1, 1)
             dqs[own, h] += dot(k[h], dscores, 1, 0)
+
+        in_turn(len(q), product, use)
+
+    ahead.multiply(row, t, functools.partial(hide, mask), hidden, tile)
 
     @pl.when(query == key)
     def _():
@@ -245,8 +297,18 @@ def _attend_backward(hide, begin, ahead, given, found, held):
 
     @pl.when(ahead.visits.last[t] == 1)
     def _():
-        dk[...] = dks[...].astype(dk.dtype)
+        dk[...] = (dks[...] / BITS).astype(dk.dtype)
         dv[...] = dvs[...].astype(dv.dtype)
+
+
+def _in_bits(q: Array) -> Array:
+    """Queries whose scores are in bits."""
+    return (q.astype(jnp.float32) * BITS).astype(q.dtype)
+
+
+def _waiting(block: int) -> tuple[int, int, int]:
+    """Room for the products of two heads."""
+    return 2, block, block
 
 
 Which = Callable[[Any, Any, Any], Any]
@@ -273,8 +335,10 @@ def _blocks(shape: tuple[int, int], which: Which) -> Callable:
 class _Mask(NamedTuple):
     """What queries do not attend to."""
 
+    kernel: str  # that this makes of attention
     block: int  # queries, and keys, of a tile
     since: Array  # as of `Ahead`
+    clear: Array | None  # as of `Ahead`
     given: Callable  # (which queries, which keys) -> arrays that say it, each with its blocks
     hidden: Callable  # (references to these, block of queries, block of keys) -> [keys queries]: 0, or LOWEST to hide
 
@@ -288,8 +352,10 @@ def _mask(segments: Array, selected: Array | None) -> _Mask:
                 (None, 1, block), lambda b, g, t, ahead: (b, 0, which(*ahead.at(b, t)))
             )
 
-        since = _since(segments.reshape(batch, -1, block))
-        return _Mask(block, since, lambda *both: [*map(of_block, both)], _not_seen)
+        of_blocks = segments.reshape(batch, -1, block)
+        return _Mask(
+            "attend", block, _since(of_blocks), _clear(of_blocks), lambda *both: [*map(of_block, both)], _not_seen
+        )
     block = block_of(length // 8)  # keys of a tile are of one run of the selection
     run = length // 8 // block
 
@@ -301,7 +367,7 @@ def _mask(segments: Array, selected: Array | None) -> _Mask:
         return [(selected, pl.BlockSpec((None, block, block), at))]
 
     since = jnp.zeros((batch, length // block), jnp.int32)
-    return _Mask(block, since, of_tile, functools.partial(_not_selected, run))
+    return _Mask("attend_selected", block, since, None, of_tile, functools.partial(_not_selected, run))
 
 
 def _since(segments: Array) -> Array:
@@ -313,6 +379,18 @@ def _since(segments: Array) -> Array:
     real = jnp.where(segments > 0, segments, jnp.iinfo(segments.dtype).max)
     before = jnp.sum(last[:, None] < jnp.min(real, axis=2)[:, :, None], axis=2, dtype=jnp.int32)
     return jnp.minimum(before, jnp.arange(segments.shape[1], dtype=jnp.int32))
+
+
+def _clear(segments: Array) -> Array:
+    """[B blocks block] -> [B blocks]: the first block since which all tokens are of the one document of this one.
+
+    Of a block with more than one, itself.
+    """
+    low, high = jnp.min(segments, axis=2), jnp.max(segments, axis=2)
+    alike = (low == high)[:, :, None] & (low[:, :, None] == low[:, None]) & (high[:, :, None] == high[:, None])
+    block = jnp.arange(segments.shape[1], dtype=jnp.int32)
+    other = jnp.where(~alike & (block < block[:, None]), block + 1, 0)
+    return jnp.max(other, axis=2)
 
 
 def _not_seen(segments, query, key):
