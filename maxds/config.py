@@ -166,6 +166,8 @@ class Optimizer:
     # queries and keys scaled down to it. 100 in Kimi K2. null: none
     qk_clip: float | None = None
     state_dtype: Dtype = "float32"
+    # Where the state lies while gradients are computed; that of Engram's tables lies where these do.
+    state_memory: Literal["device", "host"] = "device"
     accumulate_steps: int = 1  # the global batch is processed in this many parts
     # Which weights and router biases change: patterns of their paths, as --describe names them, where `*` matches dots
     # too. What is frozen has no decay, no optimizer state and no part in the gradient norm.

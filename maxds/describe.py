@@ -156,7 +156,7 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     turn = layout.stacks(config.model)["moe_layers"].turns(params_lib.unstacked(declared.moe_layers))
     found = {
         f"parameters, {precision.params}": _size(local),
-        f"optimizer state, {kind} in {state}": _size(moments),
+        f"optimizer state, {kind} in {state}": _size(moments) if config.optimizer.state_memory == "device" else 0,
         "gradients" + (", of a part and of those before" if beside else ""): _size(local) + beside,
         "embedding and head, gathered": gathered(around),
         f"MoE layers gathered at a time: {layers}": layers * max(map(gathered, turn)),

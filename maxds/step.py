@@ -107,14 +107,20 @@ class Stepper:
         )
 
     def _shardings(self, shapes: TrainState) -> TrainState:
-        declared, mesh = self.network.declared, self.mesh
+        declared, mesh, config = self.network.declared, self.mesh, self.config
         everywhere = jax.tree.map(lambda _: mesh_lib.replicated(mesh), shapes)
-        memory = host.KIND if self.config.schedule.tables == "host" else None
-        of_opt = {
-            part: optimizer.map_moments(lambda p, _: params.shardings(p, mesh, memory), own, everywhere.opt_state[part])
-            for part, own in params.parts(declared, declared).items()
-        }
-        return dataclasses.replace(everywhere, params=params.shardings(declared, mesh, memory), opt_state=of_opt)
+        memories = {"weights": config.optimizer.state_memory, "tables": config.schedule.tables}
+
+        def moments(part: str, own: Tree) -> Tree:
+            kind = host.KIND if memories[part] == "host" else None
+            sharding = functools.partial(NamedSharding, mesh, memory_kind=kind)
+            return optimizer.map_moments(lambda p, _: sharding(p.spec), own, everywhere.opt_state[part])
+
+        return dataclasses.replace(
+            everywhere,
+            params=params.shardings(declared, mesh, host.KIND if config.schedule.tables == "host" else None),
+            opt_state={part: moments(part, own) for part, own in params.parts(declared, declared).items()},
+        )
 
     def init(self) -> TrainState:
         """A fresh state, drawn straight into its shards."""
@@ -204,18 +210,21 @@ class Stepper:
         parts = functools.partial(params.parts, self.network.declared)
         weights, opt_state = parts(state.params), dict(state.opt_state)
         for part, own_grads in parts(grads).items():
-            update = functools.partial(self._update, part)
-            old = opt_state[part]
-            weights[part], new = host.beside(update, weights[part], own_grads, old, norm, sound)
-            opt_state[part] = host.put_as(new, old)
+            own, old = weights[part], opt_state[part]
+            changed = _in_a_branch if host.has(old) and not host.has(own) else _where_they_lie
+            weights[part], opt_state[part] = changed(
+                functools.partial(self._update, part), sound, own, own_grads, old, norm
+            )
         return params.joined(list(weights.values())), opt_state
 
-    def _update(self, part, weights, grads, opt_state, norm, sound):
+    def _update(self, part, weights, grads, opt_state, norm):
+        """Weights and optimizer state of a part after an update."""
         grads = optimizer.clipped(self.config.optimizer.clip, grads, norm)
         updates, new_state = self.transforms[part].update(grads, opt_state, weights)
         trained = params.parts(self.network.declared, self.is_trained)[part]
-        new = jax.tree.map(lambda on, w, u: optax.apply_updates(w, u) if on else w, trained, weights, updates)
-        return _chosen(sound, (new, new_state), (weights, opt_state))
+        return jax.tree.map(
+            lambda on, w, u: optax.apply_updates(w, u) if on else w, trained, weights, updates
+        ), new_state
 
     def _clipped(self, weights, top_score, sound):
         """Weights after a step, by the scores of its batch (`optimizer.qk_clip`)."""
@@ -418,6 +427,29 @@ class Stepper:
 
 def _chosen(sound: jax.Array, new: Tree, old: Tree) -> Tree:
     return jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, old)
+
+
+def _where_they_lie(update, sound, weights, grads, opt_state, norm):
+    """Weights and optimizer state after an update, or as before where it is not sound; computed where weights lie."""
+
+    def chosen(weights, grads, opt_state, norm, sound):
+        return _chosen(sound, update(weights, grads, opt_state, norm), (weights, opt_state))
+
+    weights, new = host.beside(chosen, weights, grads, opt_state, norm, sound)
+    return weights, host.put_as(new, opt_state)
+
+
+def _in_a_branch(update, sound, weights, grads, opt_state, norm):
+    """The same on devices, to which the optimizer state comes from host memory, and goes back.
+
+    Without the branch the compiler would fetch it while gradients are computed, and there is no room for it.
+    """
+
+    def apply(weights, opt_state):
+        weights, new = update(weights, grads, host.to_device(opt_state), norm)
+        return weights, host.put_as(new, opt_state)
+
+    return lax.cond(sound, apply, lambda *before: before, weights, opt_state)
 
 
 def _filled(segments: jax.Array) -> jax.Array:

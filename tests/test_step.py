@@ -11,8 +11,8 @@ import pytest
 import tiny
 from jax.sharding import PartitionSpec as P
 
+from maxds import host, optimizer, step
 from maxds import mesh as mesh_lib
-from maxds import optimizer, step
 from maxds.config import LossChange, Mesh, Ramp
 from maxds.data import open_data
 from maxds.model import layout, moe
@@ -122,6 +122,28 @@ def test_what_is_not_applied_leaves_the_state_as_it_was():
         after, metrics = train(state)
         assert (int(after.step), bool(metrics["applied"])) == (1, False)
         assert_identical(arrays(after.replace(step=None)), before)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(kind):
+    chosen = dataclasses.replace(CONFIG.optimizer, kind=kind)
+    away = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(chosen, state_memory="host"))
+    stepper = tiny.stepper(away)
+
+    def two_steps(config):
+        state = tiny.state(config)
+        for _ in range(2):
+            state, _ = tiny.stepper(config).train(state, batch, tiny.stepper(config).training)
+        return state
+
+    _, _, batch = tiny.inputs(CONFIG)
+    found, expected = two_steps(away), two_steps(dataclasses.replace(CONFIG, optimizer=chosen))
+    moments = [a for a in jax.tree.leaves(found.opt_state) if a.ndim]
+    assert {a.sharding.memory_kind for a in moments} == {host.KIND}
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), found, expected)
+    before = arrays(found)
+    after, _ = stepper.train(found, batch, stepper.rehearsal)
+    assert_identical(arrays(after), before)
 
 
 @pytest.mark.parametrize("term", ["main", "z_loss", "balance", "mtp_1"])

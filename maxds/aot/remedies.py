@@ -46,7 +46,8 @@ def changes(stepper: Stepper, chip: Chip, peak: float, missing: float) -> list[C
     """
     budget = _Budget(stepper, chip, peak)
     config = stepper.config
-    levers = [tuple(lever) for lever in (_schedules(config), _parts(stepper), _dtypes(config), _meshes(stepper))]
+    kinds = _schedules(config), _parts(stepper), _dtypes(config), _memories(config), _meshes(stepper)
+    levers = [tuple(lever) for lever in kinds]
     found: dict[frozenset[int], Change] = {}
     for count in range(1, len(levers) + 1):
         for chosen in map(frozenset, itertools.combinations(range(len(levers)), count)):
@@ -118,6 +119,12 @@ def _dtypes(config: Config) -> Iterator[Setting]:
         yield {"optimizer": {"state_dtype": "bfloat16"}}
 
 
+def _memories(config: Config) -> Iterator[Setting]:
+    """Moments in host memory."""
+    if config.optimizer.state_memory == "device":
+        yield {"optimizer": {"state_memory": "host"}}
+
+
 def _meshes(stepper: Stepper) -> Iterator[Setting]:
     """Fewer replicas of the weights, each over more devices."""
     data, fsdp = stepper.mesh.shape["data"], stepper.mesh.shape["fsdp"]
@@ -170,6 +177,8 @@ class _Budget:
         again = sum(n for name, n in _flops(config).items() if name not in (*schedule.keep, *schedule.offload))
         sent = sum(self.stepper.kept_bytes.get(name, 0) for name in schedule.offload)
         sent *= self.config.optimizer.accumulate_steps  # of all parts
+        sent += self.held(dataclasses.replace(config.optimizer, state_memory="device"), config.mesh)
+        sent -= self.held(config.optimizer, config.mesh)
         return tokens * again / self.peak + 2 * sent / self.chip.host + parts * self.travelling(config.mesh)
 
     def _held(self, chosen: Optimizer, mesh: Mesh) -> float:
