@@ -165,10 +165,13 @@ class _Budget:
         )
 
     def bytes(self, config: Config) -> float:
-        """In HBM: the state, the sums of gradients, and what layers keep while a part of the batch is on its way."""
+        """In HBM: the state, the sums of gradients, and what layers keep while a part of the batch is on its way.
+
+        What of the state is in host memory comes when that has gone.
+        """
         smaller = self.config.optimizer.accumulate_steps / config.optimizer.accumulate_steps
         kept = sum(self.stepper.kept_bytes[name] for name in _on_device(config.schedule))
-        return self.held(config.optimizer, config.mesh) + kept * smaller
+        return self.held(config.optimizer, config.mesh) + max(kept * smaller, self._away(config))
 
     def seconds(self, config: Config) -> float:
         """Of a step: what is computed again, what goes to host memory and comes back, and what weights travel."""
@@ -177,9 +180,13 @@ class _Budget:
         again = sum(n for name, n in _flops(config).items() if name not in (*schedule.keep, *schedule.offload))
         sent = sum(self.stepper.kept_bytes.get(name, 0) for name in schedule.offload)
         sent *= self.config.optimizer.accumulate_steps  # of all parts
-        sent += self.held(dataclasses.replace(config.optimizer, state_memory="device"), config.mesh)
-        sent -= self.held(config.optimizer, config.mesh)
+        sent += self._away(config)
         return tokens * again / self.peak + 2 * sent / self.chip.host + parts * self.travelling(config.mesh)
+
+    def _away(self, config: Config) -> float:
+        """Of the optimizer's state, what is in host memory while gradients are computed."""
+        here = dataclasses.replace(config.optimizer, state_memory="device")
+        return self.held(here, config.mesh) - self.held(config.optimizer, config.mesh)
 
     def _held(self, chosen: Optimizer, mesh: Mesh) -> float:
         config = dataclasses.replace(self.config, optimizer=chosen, mesh=mesh)
