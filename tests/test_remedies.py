@@ -56,9 +56,8 @@ def held(config):
     state = stepper.abstract_state
     weights, mtp = state.params, dataclasses.replace(state.params.mtp, layer=None)
     found = size((weights, state.opt_state)) + size(weights)
-    found += max(
-        sum(kept(config)[n] for n in names), size(state.opt_state, away=True)
-    )  # which comes when that has gone
+    comes_when_that_has_gone = size(state.opt_state, away=True)
+    found += max(sum(kept(config)[n] for n in names), comes_when_that_has_gone)
     twice = weights.embed, weights.norm, weights.head, mtp  # of a part and of those before
     return found + (size(twice) if config.optimizer.accumulate_steps > 1 else 0)
 

@@ -97,6 +97,8 @@ def test_rows_of_a_batch_attend_within_their_own_documents_and_tiles_without_a_c
     bad = np.s_[0, :, :256]  # the first two of five blocks, which hold nothing but document 1
     np.testing.assert_array_equal(causal._since(segments.reshape(2, 5, LANES)), [[0, 0, 2, 2, 2], [0, 1, 1, 1, 4]])
     np.testing.assert_array_equal(causal._clear(segments.reshape(2, 5, LANES)), [[0, 0, 2, 2, 4], [0, 1, 1, 1, 4]])
+    padded = jnp.asarray([[[1] * LANES, [1] * LANES, [0] * LANES, [0] * LANES]])
+    np.testing.assert_array_equal(causal._clear(padded), [[0, 0, 2, 3]])  # of padding nothing, as `_since` has it
     q, k, v, dout = draw(8, *((2, 3, 640, size) for size in (24, 24, 16, 16)))
     q *= 24**-0.5
     dout = jnp.where(segments[:, None, :, None] > 0, dout, 0)

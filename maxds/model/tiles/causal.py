@@ -384,10 +384,11 @@ def _since(segments: Array) -> Array:
 def _clear(segments: Array) -> Array:
     """[B blocks block] -> [B blocks]: the first block since which all tokens are of the one document of this one.
 
-    Of a block with more than one, itself.
+    Of a block with more than one, or with padding, itself.
     """
     low, high = jnp.min(segments, axis=2), jnp.max(segments, axis=2)
-    alike = (low == high)[:, :, None] & (low[:, :, None] == low[:, None]) & (high[:, :, None] == high[:, None])
+    own = jnp.where((low == high) & (low > 0), low, -1)
+    alike = (own[:, :, None] == low[:, None]) & (own[:, :, None] == high[:, None])
     block = jnp.arange(segments.shape[1], dtype=jnp.int32)
     other = jnp.where(~alike & (block < block[:, None]), block + 1, 0)
     return jnp.max(other, axis=2)
