@@ -119,15 +119,20 @@ def test_forward_gathers_each_weight_once_and_exchanges_tokens_once():
 
 
 def test_backward_gathers_scatters_and_sums_each_weight_once():
-    routed = sum("expert" in p.spec for p in SPLIT.values())
-    assert collectives(layers("batch_split")[1]) == {
+    backward = layers("batch_split")[1]
+    assert collectives(backward) == {
         ("all_gather", "fsdp"): len(SPLIT),  # the layer's below
         ("reduce_scatter", "fsdp"): len(SPLIT),  # gradients of the layer above
-        ("psum", "expert"): len(SPLIT) - routed,
+        ("psum", "expert"): 1,  # of all that are not split over it
         ("psum", "data"): len(SPLIT),  # gradients two layers above
         ("all_gather", "expert"): 2 * (2 + 1),  # dispatch again: tokens, weights; and of combine
         ("reduce_scatter", "expert"): 2 * 2,  # of dispatch: tokens, weights
     }
+    (summed,) = (
+        eqn for name, eqn, _ in jaxprs.equations(backward) if name == "psum" and "expert" in eqn.params["axes"]
+    )
+    shards = sum(p.size // 2 for p in SPLIT.values() if "expert" not in p.spec)
+    assert [a.aval.shape for a in summed.invars] == [(shards,)]
 
 
 def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():
