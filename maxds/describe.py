@@ -138,7 +138,9 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
     local = params_lib.derive(lambda p: _part(p, axes, precision.params), declared)
     # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.
-    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, declared, None).init, local)
+    kept = declared if config.optimizer.state_memory == "device" else params_lib.parts(declared, declared).get("tables")
+    of_kept = params_lib.derive(lambda p: _part(p, axes, precision.params), kept)
+    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, kept, None).init, of_kept)
     split = config.schedule.kind == "batch_split"
     # Those of a part, beside those of the parts before. `batch_split` adds each layer's as they arrive.
     beside = 0 if config.optimizer.accumulate_steps == 1 else _size(local.outside() if split else local)
@@ -156,7 +158,7 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     turn = layout.stacks(config.model)["moe_layers"].turns(params_lib.unstacked(declared.moe_layers))
     found = {
         f"parameters, {precision.params}": _size(local),
-        f"optimizer state, {kind} in {state}": _size(moments) if config.optimizer.state_memory == "device" else 0,
+        f"optimizer state, {kind} in {state}": _size(moments),
         "gradients" + (", of a part and of those before" if beside else ""): _size(local) + beside,
         "embedding and head, gathered": gathered(around),
         f"MoE layers gathered at a time: {layers}": layers * max(map(gathered, turn)),

@@ -119,6 +119,18 @@ def test_a_device_holds_nothing_of_tables_that_lie_in_host_memory():
     assert sum(gone.values()) <= 4 * own + 32
 
 
+def test_a_device_holds_no_optimizer_state_that_lies_in_host_memory_but_that_of_its_tables():
+    axes, name = {"data": 1, "fsdp": 8, "expert": 2}, "optimizer state, muon in float32"
+    config = load("deepseek-custom", "optimizer.state_memory=host")
+    numbers = sum(e.table.size for e in layout.declare(config.model).engrams.values())
+    scalars = 32
+    assert 0 <= describe.held(config, axes)[name] - 2 * numbers // 16 * 4 <= scalars
+    both = load("deepseek-custom", "optimizer.state_memory=host", "schedule.tables=host")
+    assert describe.held(both, axes)[name] <= scalars
+    plain = describe.held(load("deepseek3-671b", "optimizer.state_memory=host"), axes)
+    assert plain["optimizer state, adamw in bfloat16"] <= scalars
+
+
 def test_gathered_layers_are_in_the_compute_dtype_and_experts_stay_split():
     split, plain = (
         describe.describe(load("deepseek3-671b", f"schedule.kind={k}"), 256) for k in ("batch_split", "plain")
