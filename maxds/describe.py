@@ -136,11 +136,14 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
         declared = params_lib.parts(declared, declared)["weights"]
     optimizer.check(config.optimizer, layout.paths(config.model))
     precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
-    local = params_lib.derive(lambda p: _part(p, axes, precision.params), declared)
+
+    def shards(of: Tree) -> Tree:
+        return params_lib.derive(lambda p: _part(p, axes, precision.params), of)
+
+    local = shards(declared)
     # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.
     kept = declared if config.optimizer.state_memory == "device" else params_lib.parts(declared, declared).get("tables")
-    of_kept = params_lib.derive(lambda p: _part(p, axes, precision.params), kept)
-    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, kept, None).init, of_kept)
+    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, kept, None).init, shards(kept))
     split = config.schedule.kind == "batch_split"
     # Those of a part, beside those of the parts before. `batch_split` adds each layer's as they arrive.
     beside = 0 if config.optimizer.accumulate_steps == 1 else _size(local.outside() if split else local)

@@ -110,15 +110,15 @@ class Stepper:
         declared, mesh, config = self.network.declared, self.mesh, self.config
         everywhere = jax.tree.map(lambda _: mesh_lib.replicated(mesh), shapes)
         memories = {"weights": config.optimizer.state_memory, "tables": config.schedule.tables}
+        kinds = {part: host.KIND if memory == "host" else None for part, memory in memories.items()}
 
         def moments(part: str, own: Tree) -> Tree:
-            kind = host.KIND if memories[part] == "host" else None
-            sharding = functools.partial(NamedSharding, mesh, memory_kind=kind)
+            sharding = functools.partial(NamedSharding, mesh, memory_kind=kinds[part])
             return optimizer.map_moments(lambda p, _: sharding(p.spec), own, everywhere.opt_state[part])
 
         return dataclasses.replace(
             everywhere,
-            params=params.shardings(declared, mesh, host.KIND if config.schedule.tables == "host" else None),
+            params=params.shardings(declared, mesh, kinds["tables"]),
             opt_state={part: moments(part, own) for part, own in params.parts(declared, declared).items()},
         )
 
@@ -222,9 +222,8 @@ class Stepper:
         grads = optimizer.clipped(self.config.optimizer.clip, grads, norm)
         updates, new_state = self.transforms[part].update(grads, opt_state, weights)
         trained = params.parts(self.network.declared, self.is_trained)[part]
-        return jax.tree.map(
-            lambda on, w, u: optax.apply_updates(w, u) if on else w, trained, weights, updates
-        ), new_state
+        new = jax.tree.map(lambda on, w, u: optax.apply_updates(w, u) if on else w, trained, weights, updates)
+        return new, new_state
 
     def _clipped(self, weights, top_score, sound):
         """Weights after a step, by the scores of its batch (`optimizer.qk_clip`)."""

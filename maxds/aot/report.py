@@ -253,13 +253,13 @@ def _not_estimated(module: Module, timeline: Timeline) -> list[dict]:
 def assumptions(target: Target) -> list[str]:
     """What the figures rest on."""
     c = target.chip
-    window, selected, attend = SCHEDULED[c.family].values()
+    kernels = SCHEDULED[c.family]
     return [
         f"a device: {target.peak / 1e12:g} TFLOP/s bf16, HBM {c.hbm / 1e12:g} TB/s, cycles at {c.clock / 1e9:g} GHz",
         f"ICI {c.ici / 1e9:g} GB/s a link one way, DCN {c.dcn / 1e9:g} GB/s and host {c.host / 1e9:g} GB/s a device",
         "compute takes the compiler's own cycles; nothing slows for another's use of HBM, and launches take no time",
-        f"by their schedules, attention's kernels reach {attend} of peak, {selected} where keys are selected, and "
-        f"{window} to a window; others {SCHEDULED_ELSE}",
+        f"by their schedules, attention's kernels reach {kernels['attend']} of peak, {kernels['attend_selected']} "
+        f"where keys are selected, and {kernels['attend_window']} to a window; others {SCHEDULED_ELSE}",
         "each mesh axis has its links to itself, collectives reach full link bandwidth and have no latency",
         "asynchronous transfers start when their operands are ready and their axis is free, in order",
         "SparseCores move bytes at the bandwidth of HBM, and one thing at a time",

@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 
 from maxds.model.tiles import HEADS, KEYS, LANES, LOWEST, WAITING, block_of, call, column, dot, group_of, like, turned
 
-BITS = math.log2(math.e)  # in scores as base-2 exponentials take them, of one as others do
+BITS = math.log2(math.e)  # of a score of 1: exp(x) is exp2(BITS * x)
 
 
 class Visits(NamedTuple):
@@ -122,7 +122,7 @@ def attend(
     of_row = jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32)
     out, lse, top = call(
         functools.partial(_attend, mask.hidden),
-        Ahead(jax.tree.map(jnp.asarray, visits), mask.since, mask.clear),
+        mask.ahead(visits),
         [
             (turned(_in_bits(q)), of_query(size)),
             (turned(k), of_key(size)),
@@ -234,7 +234,7 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
     of_query, found, of_key = (_blocks((group, mask.block), w) for w in which)
     return call(
         functools.partial(_attend_backward, mask.hidden, begin),
-        Ahead(jax.tree.map(jnp.asarray, visits), mask.since, mask.clear),
+        mask.ahead(visits),
         [
             (q, of_query(size)),
             *((lse, of_query(1)), (of_output, of_query(1))),
@@ -341,6 +341,10 @@ class _Mask(NamedTuple):
     clear: Array | None  # as of `Ahead`
     given: Callable  # (which queries, which keys) -> arrays that say it, each with its blocks
     hidden: Callable  # (references to these, block of queries, block of keys) -> [keys queries]: 0, or LOWEST to hide
+
+    def ahead(self, visits: Visits) -> Ahead:
+        """What a kernel that visits these tiles reads ahead."""
+        return Ahead(jax.tree.map(jnp.asarray, visits), self.since, self.clear)
 
 
 def _mask(segments: Array, selected: Array | None) -> _Mask:
