@@ -29,7 +29,8 @@ SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_paralle
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
 # and copies do not, for they would wait there for gathers. Fusions may use 64 MiB of VMEM. Host transfers begin early,
-# for the compiler is told that they are slow.
+# for the compiler is told that they are slow. A CPU's program is not scheduled for concurrency: jax 0.10 would let
+# collectives overtake a loop, mix them up with those in it, and end the process.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
@@ -40,11 +41,12 @@ _ALSO = {
     "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
 }
 _COMPILER_OPTIONS = {
+    "cpu": {"xla_cpu_enable_concurrency_optimized_scheduler": "false"},
     "TPU v5": _SPARSE_CORE | _ALSO,
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
     "TPU7x": _SPARSE_CORE | _ALSO,
 }
-# Of a schedule that moves host transfers to another layer itself: the compiler would make every layer's program twice.
+# On TPUs, of a schedule that moves host transfers to another layer itself: the compiler would make each layer's twice.
 _BY_SCHEDULE = {"batch_split": {"xla_tpu_pipeline_memory_host_transfers": "false"}, "plain": {}}
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # what glibc's malloc.h calls M_...
@@ -196,9 +198,10 @@ def compiler_options(device_kind: str, schedule: str, changes: Sequence[str] = (
       schedule: `schedule.kind`.
       changes: to the defaults of these two: `name=value` sets an option, `name=` leaves it to the compiler.
     """
-    defaults = _COMPILER_OPTIONS[device_kind] | _BY_SCHEDULE[schedule] if device_kind in _COMPILER_OPTIONS else {}
-    options = defaults | dict(change.split("=", 1) for change in changes)
-    return {name: value for name, value in options.items() if value}
+    by_schedule = _BY_SCHEDULE[schedule] if device_kind.startswith("TPU") else {}
+    options = _COMPILER_OPTIONS.get(device_kind, {}) | by_schedule | dict(c.split("=", 1) for c in changes)
+    truths = {"true": True, "false": False}  # CPU's compiler takes no words for them
+    return {name: truths.get(value, value) for name, value in options.items() if value}
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

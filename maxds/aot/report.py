@@ -290,7 +290,7 @@ def _head(data: dict) -> str:
     mesh = " ".join(f"{axis}={n}" for axis, n in data["mesh"].items())
     slices = f", {data['slices']} slices" if data["slices"] > 1 else ""
     lines = [f"{data['topology']}{slices}: {data['devices']} devices ({data['device_kind']}), {mesh}"]
-    options = " ".join(f"{name}={value}" for name, value in data["compiler_options"].items())
+    options = " ".join(f"{name}={str(value).lower()}" for name, value in data["compiler_options"].items())
     lines.append(f"compiled by JAX {data['jax']}" + (f" with {options}" if options else ""))
     return "\n".join(lines + [f"WARNING: {warning}" for warning in data["warnings"]])
 
