@@ -29,8 +29,7 @@ SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_paralle
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
 # and copies do not, for they would wait there for gathers. Fusions may use 64 MiB of VMEM. Host transfers begin early,
-# for the compiler is told that they are slow. A CPU's program is not scheduled for concurrency: jax 0.10 would let
-# collectives overtake a loop, mix them up with those in it, and end the process.
+# for the compiler is told that they are slow.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
@@ -41,7 +40,6 @@ _ALSO = {
     "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
 }
 _COMPILER_OPTIONS = {
-    "cpu": {"xla_cpu_enable_concurrency_optimized_scheduler": "false"},
     "TPU v5": _SPARSE_CORE | _ALSO,
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
     "TPU7x": _SPARSE_CORE | _ALSO,

@@ -18,10 +18,7 @@ jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # A program in one piece, not in 32 that threads compile: less work, and pytest's own processes fill the cores.
-# Nor scheduled for concurrency: as `mesh.compiler_options` says, here for programs that tests jit themselves.
-os.environ["XLA_FLAGS"] = (
-    "--xla_cpu_parallel_codegen_split_count=1 --xla_cpu_enable_concurrency_optimized_scheduler=false"
-)
+os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
 # Tracing makes millions of objects that stay: going through them every 700 would be a tenth of the suite's time.
 gc.set_threshold(100_000)
 
