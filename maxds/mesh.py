@@ -44,7 +44,7 @@ _COMPILER_OPTIONS = {
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
     "TPU7x": _SPARSE_CORE | _ALSO,
 }
-# On TPUs, of a schedule that moves host transfers to another layer itself: the compiler would make each layer's twice.
+# Of a schedule that moves host transfers to another layer itself: the compiler would make every layer's program twice.
 _BY_SCHEDULE = {"batch_split": {"xla_tpu_pipeline_memory_host_transfers": "false"}, "plain": {}}
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # what glibc's malloc.h calls M_...

@@ -12,7 +12,8 @@ from test_train import compile_cache, run, state  # noqa: F401
 from maxds import goodput, loop, metrics, records, rollback
 from maxds.data import Data
 
-# Tokens that are no numbers all go to the same experts, so there is room for them: further rounds may end XLA (lab log, 2026-11-23).
+# Tokens that are no numbers all go to the same experts. There is room for them: further rounds may end the process (lab
+# log, 2026-11-23).
 PLAIN = ["steps=14", "schedule.kind=plain", "schedule.capacity=8", "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
 BACK = [*PLAIN, "checkpoint.rollback_steps=5"]
 BAD = range(9, 14)  # batches of the steps 10 to 14: back to checkpoint 4, and on with batch 14
