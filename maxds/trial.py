@@ -79,17 +79,19 @@ def _selected() -> jax.Array:
 
 def _attention(model: Model, selected: jax.Array | None) -> Trial:
     """Of padding nothing is compared: what it attends to is not the same everywhere."""
-    size, size_v = model.qk_head_dim, model.v_head_dim
+    size, rope = model.qk_head_dim, model.qk_rope_head_dim
+    angles = ops.rope_table(rope, model.rope_theta, None, jnp.arange(LENGTH)[None])
 
-    def run(q, k, v, dout):
+    def run(q, own, shared, v, dout):
         def attend(q, k, v):
-            out, *_ = kernels.attention(q, k, v, _documents(), None, selected)
+            out, *_ = kernels.attention(q, k, v, kernels.Sight(_documents(), selected, *angles))
             return jnp.where(_documents()[:, None, :, None] > 0, out, 0)
 
-        out, pull = jax.vjp(attend, q * size**-0.5, k, v)
+        out, pull = jax.vjp(attend, q * size**-0.5, (own, shared), v)
         return out, pull(dout)
 
-    return run, tuple(_draw(*((1, HEADS, LENGTH, width) for width in (size, size, size_v, size_v))))
+    q, own, v, dout = ((1, HEADS, LENGTH, width) for width in (size, size - rope, model.v_head_dim, model.v_head_dim))
+    return run, tuple(_draw(q, own, (1, LENGTH, rope), v, dout))
 
 
 def _window(model: Model, ratio: int) -> Trial:

@@ -207,6 +207,7 @@ def of(*shape, dtype=jnp.bfloat16):
 
 length, queries, f32 = 4096, 512, jnp.float32
 qk, v, lse = of(8, length, 192), of(8, length, 128), of(8, length, dtype=f32)
+keys = of(8, length, 128), of(length, 64)
 segments, bits, limit = of(length, dtype=jnp.int32), of(length, length // 8, dtype=jnp.uint8), of(dtype=jnp.int32)
 q, heads, k = of(8, queries, 128), of(8, queries, dtype=f32), of(length, 128)
 entries = 1024
@@ -221,16 +222,17 @@ def of_rows(*args):
 def of_long_rows(*args):
     return jax.tree.map(lambda a: of(1, *(131_072 if n == length else n for n in a.shape), dtype=a.dtype), args)
 
-def attend(q, k, v, segments):
-    return causal.attend(q, k, v, segments, None)
+def attend(q, k, v, sight):
+    return causal.attend(q, k, v, sight)
 
-def attend_backward(q, k, v, segments, kept):
-    return causal.attend_backward(q, k, v, (segments, None), kept, kept[0])
+def attend_backward(q, k, v, sight, kept):
+    return causal.attend_backward(q, k, v, sight, kept, kept[0])
 
+of_all, of_selected = (causal.Sight(segments, selected, angles, angles) for selected in (None, bits))
 gated = of(1024, 4096), of(1024, dtype=f32), limit, of(1024, 2048)
 for kernel, args in {
-    causal.attend: of_rows(qk, qk, v, segments, bits),
-    causal.attend_backward: of_rows(qk, qk, v, (segments, bits), (v, lse), v),
+    causal.attend: of_rows(qk, keys, v, of_selected),
+    causal.attend_backward: of_rows(qk, keys, v, of_selected, (v, lse), v),
     sums.index_scores: (q, heads, k, limit),
     sums.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), limit),
     functools.partial(sums.attention_to, length): (of(8, queries, 192), heads, qk, limit),
@@ -238,10 +240,10 @@ for kernel, args in {
     window.attend_backward: of_window,
     lambda *args: gates.gated(*args, 10.0): gated[:3],
     lambda *args: gates.gated_backward(*args, None): gated,
-    attend: of_rows(qk, qk, v, segments),
-    attend_backward: of_rows(qk, qk, v, segments, (v, lse)),
-    functools.partial(attend): of_long_rows(qk, qk, v, segments),
-    functools.partial(attend_backward): of_long_rows(qk, qk, v, segments, (v, lse)),
+    attend: of_rows(qk, keys, v, of_all),
+    attend_backward: of_rows(qk, keys, v, of_all, (v, lse)),
+    functools.partial(attend): of_long_rows(qk, keys, v, of_all),
+    functools.partial(attend_backward): of_long_rows(qk, keys, v, of_all, (v, lse)),
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
 

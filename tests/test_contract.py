@@ -100,13 +100,15 @@ def test_routing_is_decided_once():
 def test_keys_are_selected_once_and_the_indexer_s_loss_is_computed_once():
     forward, _ = work(layers("batch_split", SPARSE)[0])
     backward, _ = work(layers("batch_split", SPARSE)[1])
-    projections, scores, weights = 3, 1, 1  # the indexer's q, k and heads; of the loss: its scores, attention's weights
+    projections, weights = 3, 1  # the indexer's q, k and heads; of the loss: attention's weights
+    scores = 1  # twice: to select, and for the loss
     of_scores = 3  # gradients of q and k, and what they are multiplied by
+    rotated = 1  # attention's queries, for the loss: where its kernel has done that too, the compiler makes it once
     dense = 2 * (PROJECTIONS + ROTATIONS + ATTENTION + COUNTING)
-    assert forward["dot_general"] == dense + 2 * (projections + 2 * scores + weights)  # to select, and for the loss
+    assert forward["dot_general"] == dense + 2 * (projections + 2 * scores + weights + rotated)
     dense = 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + PROJECTIONS - 1 + 2 * ROTATIONS)
     # Projections again, and the gradients of their weights alone: none flows on to what the indexer reads.
-    assert backward["dot_general"] == dense + 2 * (2 * projections + scores + weights + of_scores)
+    assert backward["dot_general"] == dense + 2 * (2 * projections + scores + weights + rotated + of_scores)
     assert (forward["bitcast_convert_type"], backward["bitcast_convert_type"]) == (2, 0)  # of scores, to be ordered
 
 
@@ -368,7 +370,7 @@ def test_plain_keeps_exactly_what_config_names(name):
         "q_latent": [(*tokens, c.q_lora_rank)],
         "kv_latent": [(*tokens, c.kv_lora_rank), (*tokens, c.qk_rope_head_dim)],
         "query": [(*heads, c.qk_head_dim)],
-        "key": [(*heads, c.qk_head_dim)],
+        "key": [(*heads, c.qk_nope_head_dim)],
         "value": [(*heads, c.v_head_dim)],
         "attention": [(*heads, c.v_head_dim), heads],
         "dispatch_input": [(*tokens, c.hidden_size)],

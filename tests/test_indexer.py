@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import jaxprs
+import naive
 import numpy as np
 import pytest
 import tiny
@@ -107,16 +108,22 @@ def test_nothing_is_selected_where_all_keys_are_few_enough():
 @functools.cache
 def qkv():
     rng = np.random.default_rng(1)
-    shapes = (2, 3, LENGTH, 8), (2, 3, LENGTH, 8), (2, 3, LENGTH, 5), (2, 3, LENGTH, 5)
-    return tuple(rng.standard_normal(shape, np.float32) for shape in shapes)
+    shapes = (2, 3, LENGTH, 8), (2, 3, LENGTH, 6), (2, LENGTH, 2), (2, 3, LENGTH, 5), (2, 3, LENGTH, 5)
+    q, own, shared, v, dout = (rng.standard_normal(shape, np.float32) for shape in shapes)
+    return q, (own, shared), v, dout
+
+
+def angles():
+    return np.random.default_rng(2).uniform(0, 6, (2, LENGTH, 1)).astype(np.float32)
 
 
 def attend(q, k, v, kept=None):
     packed = sparse.pack(jnp.asarray(selected()), LENGTH)
-    return kernels.attention(q, k, v, jnp.asarray(SEGMENTS), kept, packed)
+    return kernels.attention(q, k, v, kernels.Sight(jnp.asarray(SEGMENTS), packed, *naive.rope(angles())), kept)
 
 
-def naive(q, k, v):
+def naive_attention(q, k, v):
+    q, k = naive.whole(q, k, angles())
     scores = jnp.where(selected()[:, None], jnp.einsum("bnqh,bnkh->bnqk", q, k), -jnp.inf)
     return jnp.einsum("bnqk,bnkh->bnqh", jax.nn.softmax(scores), v), jax.nn.logsumexp(scores, axis=-1)
 
@@ -133,7 +140,7 @@ def learned(fn):
 
 @functools.cache
 def expected():
-    return learned(naive)
+    return learned(naive_attention)
 
 
 def close(found, expected):
@@ -156,7 +163,7 @@ def test_replayed_attention_to_selected_keys_does_only_the_work_of_its_gradient(
     once, again = (jax.vjp(lambda *a, kept=k: attend(*a, kept)[0], *inputs) for k in (None, kept))
     jax.tree.map(np.testing.assert_array_equal, (again[0], again[1](dout)), (once[0], once[1](dout)))
     replay = jaxprs.live(lambda *a: jax.vjp(lambda *b: attend(*b, kept)[0], *a)[1](dout), *inputs)
-    assert jaxprs.count(replay)["dot_general"] == 6  # scores, dv, dweights, delta, dk, dq
+    assert jaxprs.count(replay)["dot_general"] == 8  # rotation and back, scores, dv, dweights, delta, dk, dq
 
 
 @pytest.mark.parametrize("length", [96, 12])
@@ -174,15 +181,16 @@ def test_tiles_cover_every_pair_once_and_leave_the_future_out(length, monkeypatc
 
 
 def attended(*, dense):
-    q, k, _, _ = qkv()
+    q, k = naive.whole(*qkv()[:2], angles())
     if dense:
         lse = jax.nn.logsumexp(jnp.where(visible()[:, None], jnp.einsum("bnqh,bnkh->bnqk", q, k), -jnp.inf), axis=-1)
         return Attended(q, k, lse, None, jnp.asarray(SEGMENTS))
-    return Attended(q, k, naive(*qkv()[:3])[1], sparse.pack(jnp.asarray(selected()), LENGTH), jnp.asarray(SEGMENTS))
+    packed = sparse.pack(jnp.asarray(selected()), LENGTH)
+    return Attended(q, k, naive_attention(*qkv()[:3])[1], packed, jnp.asarray(SEGMENTS))
 
 
 def naive_divergence(i, *, dense):
-    q, k, _, _ = qkv()
+    q, k = naive.whole(*qkv()[:2], angles())
     seen = visible() if dense else selected()
     p = jax.nn.softmax(jnp.where(seen[:, None], jnp.einsum("bnqh,bnkh->bnqk", q, k), -jnp.inf)).mean(1)
     log_q = jax.nn.log_softmax(jnp.where(seen, naive_scores(i), -jnp.inf))

@@ -6,6 +6,7 @@ import math
 import jax
 import jax.numpy as jnp
 import jaxprs
+import naive
 import numpy as np
 import pytest
 
@@ -15,15 +16,23 @@ from maxds.model import kernels, sparse
 
 
 def naive_attention(q, k, v, segments):
-    length = q.shape[2]
+    length, (q, k) = q.shape[2], naive.whole(q, k, ANGLES)
     scores = jnp.einsum("bnqh,bnkh->bnqk", q, k)
     seen = (segments[:, :, None] == segments[:, None, :]) & jnp.tril(jnp.ones((length, length), bool))
     return jnp.einsum("bnqk,bnkh->bnqh", jax.nn.softmax(scores, where=seen[:, None]), v)
 
 
+ANGLES = np.random.default_rng(1).uniform(0, 6, (2, 12, 1)).astype(np.float32)
+
+
+def attend(q, k, v, segments, kept=None, selected=None, scored=False):
+    return kernels.attention(q, k, v, kernels.Sight(segments, selected, *naive.rope(ANGLES)), kept, scored)
+
+
 def attention_inputs():
     rng = np.random.default_rng(0)
-    q, k = (rng.standard_normal((2, 3, 12, 8), np.float32) for _ in range(2))
+    q, *k = (rng.standard_normal(shape, np.float32) for shape in ((2, 3, 12, 8), (2, 3, 12, 6), (2, 12, 2)))
+    k = tuple(k)
     v, dout = (rng.standard_normal((2, 3, 12, 5), np.float32) for _ in range(2))
     segments = np.array([[1] * 5 + [2] * 6 + [0], [1] * 12], np.int32)
     return q, k, v, segments, dout
@@ -46,7 +55,7 @@ def test_attention_is_softmax_attention_whatever_the_block_and_span(query_block,
     monkeypatch.setattr(kernels, "SPANS", spans)
     monkeypatch.setattr(kernels, "LEAST_SPAN", 1)
     q, k, v, segments, dout = attention_inputs()
-    found = gradients(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v, dout)
+    found = gradients(lambda q, k, v: attend(q, k, v, segments)[0], q, k, v, dout)
     assert_close(found, gradients(lambda q, k, v: naive_attention(q, k, v, segments), q, k, v, dout))
 
 
@@ -54,22 +63,23 @@ def test_attention_is_softmax_attention_whatever_the_block_and_span(query_block,
 def test_the_largest_score_of_each_head_is_told_but_not_of_padding(which, monkeypatch):
     monkeypatch.setattr(kernels, "LEAST_SPAN", 1)
     q, k, v, segments, _ = attention_inputs()
-    q[:, 1] -= 4 * np.sign(k[:, 1].sum((0, 1)))  # a head whose scores may all be negative
+    q[:, 1, :, :6] -= 4 * np.sign(k[0][:, 1].sum((0, 1)))  # a head whose scores may all be negative
     q[0, :, -1] *= 1e3  # padding
     seen = np.asarray((segments[:, :, None] == segments[:, None, :]) & np.tril(np.ones((12, 12), bool)))
     if which == "selected":
         seen &= np.eye(12, dtype=bool) | (np.random.default_rng(1).random(seen.shape) < 0.3)
     selected = None if which == "all" else sparse.pack(jnp.asarray(seen), 12)
-    scores = np.where((seen & (segments > 0)[:, :, None])[:, None], np.einsum("bnqh,bnkh->bnqk", q, k), 0)
-    *_, top = kernels.attention(q, k, v, segments, None, selected, scored=True)
+    products = np.einsum("bnqh,bnkh->bnqk", *naive.whole(q, k, ANGLES))
+    scores = np.where((seen & (segments > 0)[:, :, None])[:, None], products, 0)
+    *_, top = attend(q, k, v, segments, None, selected, scored=True)
     assert_close(top, scores.max((0, 2, 3)))
 
 
 def test_replayed_attention_has_the_same_gradients_to_the_bit():
     q, k, v, segments, dout = attention_inputs()
-    _, kept, _ = kernels.attention(q, k, v, segments)
-    once = gradients(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v, dout)
-    again = gradients(lambda q, k, v: kernels.attention(q, k, v, segments, kept)[0], q, k, v, dout)
+    _, kept, _ = attend(q, k, v, segments)
+    once = gradients(lambda q, k, v: attend(q, k, v, segments)[0], q, k, v, dout)
+    again = gradients(lambda q, k, v: attend(q, k, v, segments, kept)[0], q, k, v, dout)
     jax.tree.map(np.testing.assert_array_equal, again, once)
 
 
@@ -77,30 +87,34 @@ def test_replayed_attention_does_none_of_the_work_of_the_forward_pass():
     q, k, v, segments, dout = attention_inputs()
 
     def both(q, k, v, dout, kept=None):
-        return gradients(lambda q, k, v: kernels.attention(q, k, v, segments, kept)[0], q, k, v, dout)[1]
+        return gradients(lambda q, k, v: attend(q, k, v, segments, kept)[0], q, k, v, dout)[1]
 
-    _, kept, _ = kernels.attention(q, k, v, segments)
-    forward = jaxprs.count(jaxprs.live(lambda q, k, v: kernels.attention(q, k, v, segments)[0], q, k, v))
+    _, kept, _ = attend(q, k, v, segments)
+    forward = jaxprs.count(jaxprs.live(lambda q, k, v: attend(q, k, v, segments)[0], q, k, v))
     step, replay = (jaxprs.count(jaxprs.live(both, q, k, v, dout, *more)) for more in ((), (kept,)))
-    assert (forward["dot_general"], forward["exp"]) == (2, 2)  # scores, output; log-sum-exp, weights
-    assert (replay["dot_general"], replay["exp"]) == (6, 1)  # scores, dv, dweights, delta, dk, dq; weights
-    assert all(step[work] == forward[work] + replay[work] for work in ("dot_general", "exp"))
+    assert (forward["dot_general"], forward["exp"]) == (3, 2)  # rotation, scores, output; log-sum-exp, weights
+    # rotation and back, scores, dv, dweights, delta, dk, dq; weights
+    assert (replay["dot_general"], replay["exp"]) == (8, 1)
+    rotated_once = {"dot_general": 1, "exp": 0}
+    assert all(step[work] == forward[work] + replay[work] - rotated_once[work] for work in rotated_once)
 
 
 def test_attention_multiplies_no_queries_by_the_keys_of_a_later_span():
     length, (b, n, h, v) = kernels.SPANS * kernels.LEAST_SPAN, (2, 3, 8, 5)
-    q, k = (jnp.zeros((b, n, length, h)) for _ in range(2))
-    values, segments = jnp.zeros((b, n, length, v)), jnp.ones((b, length), jnp.int32)
+    q, k = jnp.zeros((b, n, length, h)), (jnp.zeros((b, n, length, h)), jnp.zeros((b, length, 0)))
+    values, nothing = jnp.zeros((b, n, length, v)), jnp.zeros((b, length, 0))
+    sight = kernels.Sight(jnp.ones((b, length), jnp.int32), None, nothing, nothing)
 
     def attend(q, k, v):
-        return kernels.attention(q, k, v, segments)[0]
+        return kernels.attention(q, k, v, sight)[0]
 
     def multiplies(fn, *args):
         """Scalar ones, but for the row sums of the backward pass, which have no matrix."""
         found = [e for name, e, _ in jaxprs.equations(jaxprs.live(fn, *args)) if name == "dot_general"]
         contracted = [math.prod(e.invars[0].aval.shape[i] for i in e.params["dimension_numbers"][0][0]) for e in found]
         sizes = [math.prod(e.outvars[0].aval.shape) for e in found]
-        return sum(size * k for size, k, e in zip(sizes, contracted, found, strict=True) if e.outvars[0].aval.ndim > 3)
+        matrices = [e.outvars[0].aval.ndim > 3 and e.invars[1].aval.ndim > 2 for e in found]  # nor that of rotations
+        return sum(size * k for size, k, counts in zip(sizes, contracted, matrices, strict=True) if counts)
 
     seen = (kernels.SPANS + 1) * kernels.LEAST_SPAN * length // 2  # pairs of a query and a key, not length * length
     assert multiplies(attend, q, k, values) == b * n * seen * (h + v)

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import naive
 import numpy as np
 import pytest
 import tiny
@@ -59,7 +60,11 @@ def seen(kind):
     return found
 
 
+ANGLES = np.random.default_rng(2).uniform(0, 6, (1, LENGTH, 4)).astype(np.float32)
+
+
 def naive_attention(kind, q, k, v):
+    (q,), (k,) = naive.whole(q[None], jax.tree.map(lambda a: a[None], k), ANGLES)
     scores = jnp.where(seen(kind), jnp.einsum("nqh,nkh->nqk", q, k), -jnp.inf)
     lse = jax.nn.logsumexp(scores, axis=-1)
     return jnp.einsum("nqk,nkh->nqh", jnp.exp(scores - lse[..., None]), v), lse, jnp.max(scores, axis=-1)
@@ -78,17 +83,17 @@ def naive_attention(kind, q, k, v):
 def test_attention_and_its_gradients_are_those_of_the_definition(kind, heads_at_once, waiting, monkeypatch):
     monkeypatch.setattr(causal, "HEADS", heads_at_once)
     monkeypatch.setattr(causal, "WAITING", heads_at_once * 4 * waiting * 24)
-    q, k, v, dout = draw(0, (3, LENGTH, 24), (3, LENGTH, 24), (3, LENGTH, 16), (3, LENGTH, 16))
+    q, own, shared, v, dout = draw(0, *((3, LENGTH, n) for n in (24, 16)), (LENGTH, 8), *[(3, LENGTH, 16)] * 2)
     q *= 24**-0.5
     bits = sparse.pack(jnp.asarray(seen(kind))[None], LENGTH) if kind == "selected" else None
-    which = jnp.asarray(SEGMENTS)[None], bits
-    (out, lse, top), pull = jax.vjp(functools.partial(naive_attention, kind), q, k, v)
+    sight = causal.Sight(jnp.asarray(SEGMENTS)[None], bits, *naive.rope(ANGLES))
+    (out, lse, top), pull = jax.vjp(functools.partial(naive_attention, kind), q, (own, shared), v)
     nothing = jnp.zeros_like(lse)
     expected = pull((dout, nothing, nothing))
-    q, k, v, out, lse, top, dout = (a[None] for a in (q, k, v, out, lse, top, dout))
-    assert_close(causal.attend(q, k, v, *which, interpret=SIMULATED), (out, lse, top), 1.5e-6)
-    found = causal.attend_backward(q, k, v, which, (out, lse), dout, interpret=SIMULATED)
-    assert_close([a[0] for a in found], list(expected), 1.5e-6)
+    q, own, shared, v, out, lse, top, dout = (a[None] for a in (q, own, shared, v, out, lse, top, dout))
+    assert_close(causal.attend(q, (own, shared), v, sight, interpret=SIMULATED), (out, lse, top), 1.5e-6)
+    found = causal.attend_backward(q, (own, shared), v, sight, (out, lse), dout, interpret=SIMULATED)
+    assert_close(jax.tree.map(lambda a: a[0], found), expected, 1.5e-6)
 
 
 def test_rows_of_a_batch_attend_within_their_own_documents_and_tiles_without_a_common_one_are_not_multiplied():
@@ -99,27 +104,35 @@ def test_rows_of_a_batch_attend_within_their_own_documents_and_tiles_without_a_c
     np.testing.assert_array_equal(causal._clear(segments.reshape(2, 5, LANES)), [[0, 0, 2, 2, 4], [0, 1, 1, 1, 4]])
     padded = jnp.asarray([[[1] * LANES, [1] * LANES, [0] * LANES, [0] * LANES]])
     np.testing.assert_array_equal(causal._clear(padded), [[0, 0, 2, 3]])  # of padding nothing, as `_since` has it
-    q, k, v, dout = draw(8, *((2, 3, 640, size) for size in (24, 24, 16, 16)))
+    q, own, v, dout, shared = draw(8, *((2, 3, 640, size) for size in (24, 16, 16, 16)), (2, 640, 8))
     q *= 24**-0.5
+    angles = np.random.default_rng(9).uniform(0, 6, (2, 640, 4)).astype(np.float32)
+    sight = causal.Sight(segments, None, *naive.rope(angles))
     dout = jnp.where(segments[:, None, :, None] > 0, dout, 0)
 
-    def naive(q, k, v):
+    def by_definition(q, k, v):
+        q, k = naive.whole(q, k, angles)
         past = jnp.tril(segments[:, :, None] == segments[:, None])[:, None]
         scores = jnp.where(past, jnp.einsum("bnqh,bnkh->bnqk", q, k), -jnp.inf)
         lse = jax.nn.logsumexp(scores, axis=-1)
         return jnp.einsum("bnqk,bnkh->bnqh", jnp.exp(scores - lse[..., None]), v), lse
 
-    (out, lse), pull = jax.vjp(naive, q, k, v)
-    expected = pull((dout, jnp.zeros_like(lse)))
-    q, k, v, kept, dout = jax.tree.map(lambda a: a.at[bad].set(jnp.nan), (q, k, v, (out, lse), dout))
-    found = (
-        *causal.attend(q, k, v, segments, None, interpret=SIMULATED)[:2],
-        *causal.attend_backward(q, k, v, (segments, None), kept, dout, interpret=SIMULATED),
+    (out, lse), pull = jax.vjp(by_definition, q, (own, shared), v)
+    dq, (down, dshared), dv = pull((dout, jnp.zeros_like(lse)))
+    q, own, v, kept, dout = jax.tree.map(lambda a: a.at[bad].set(jnp.nan), (q, own, v, (out, lse), dout))
+    shared = shared.at[0, :256].set(jnp.nan)
+    found_q, (found_own, found_shared), found_v = causal.attend_backward(
+        q, (own, shared), v, sight, kept, dout, interpret=SIMULATED
     )
+    found = *causal.attend(q, (own, shared), v, sight, interpret=SIMULATED)[:2], found_q, found_own, found_v
+    expected = dq, down, dv
     real = np.asarray(segments > 0)[:, None, :] & np.ones((2, 3, 1), bool)
     real[bad] = False
     assert_close([a[real] for a in found], [a[real] for a in (out, lse, *expected)])
     assert all(np.isnan(a[bad]).all() for a in found)
+    assert np.isnan(found_shared[0, :256]).all()
+    of_documents = real[:, 0]
+    assert_close(found_shared[of_documents], dshared[of_documents])
 
 
 def test_rows_that_do_not_divide_are_not_for_the_kernels():
@@ -292,18 +305,21 @@ def test_gated_rows_and_their_gradients_are_those_of_the_definition_and_others_a
 
 def inputs(length):
     """An indexer's queries, keys and what heads count for; attention's queries, keys and values; three documents."""
-    drawn = draw(4, (1, 2, length, 8), (1, length, 8), (1, 2, length), *((1, 2, length, 8),) * 3)
-    return Index(*drawn[:3]), drawn[3:], jnp.asarray(np.repeat([[1, 2, 0]], [500, 400, length - 900], axis=1))
+    of_index = (1, 2, length, 8), (1, length, 8), (1, 2, length)
+    *index, q, own, shared, v = draw(4, *of_index, *((1, 2, length, n) for n in (16, 8)), *[(1, length, 8)] * 2)
+    segments = jnp.asarray(np.repeat([[1, 2, 0]], [500, 400, length - 900], axis=1))
+    return Index(*index), (q, (own, shared), jnp.stack([v, -v], axis=1)), segments
 
 
 def learned(model, length):
     """What a layer with an indexer makes of `inputs`, and how it learns."""
     index, qkv, segments = inputs(length)
     selected = indexer.select(model, index, segments)
+    sight = kernels.Sight(segments, selected, *naive.rope(ANGLES[:, :length]))
 
     def loss(index, q, k, v):
-        out, kept, _ = kernels.attention(q, k, v, segments, None, selected)
-        attended = Attended(*jax.lax.stop_gradient((q, k, kept[1])), selected, segments)
+        out, kept, _ = kernels.attention(q, k, v, sight)
+        attended = Attended(*jax.lax.stop_gradient((*kernels.whole(q, k, sight), kept[1])), selected, segments)
         return jnp.sum(jnp.sin(out)), indexer.divergence(index, attended)
 
     (value, divergence), pull = jax.vjp(loss, index, *qkv)

@@ -73,9 +73,9 @@ def query_source(c: Model, w: Attention, x: jax.Array) -> jax.Array:
     return checkpoint_name(rms_norm(matmul("bsd,dq->bsq", x, w.q_down), w.q_norm, c.rms_norm_eps), "q_latent")
 
 
-def queries(c: Model, w: Attention, source: jax.Array, rope: Tree) -> jax.Array:
-    """[B S Q] -> [B N S H]: nope then rope dimensions, multiplied by the softmax scale."""
-    return rotate(kernels.tokens_last(matmul("bsq,qnh->bnsh", source, w.q_up)), rope) * softmax_scale(c)
+def queries(c: Model, w: Attention, source: jax.Array) -> jax.Array:
+    """[B S Q] -> [B N S H]: nope then rope dimensions, not rotated yet, multiplied by the softmax scale."""
+    return kernels.tokens_last(matmul("bsq,qnh->bnsh", source, w.q_up)) * softmax_scale(c)
 
 
 def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array, jax.Array]:
@@ -86,17 +86,10 @@ def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array
     )
 
 
-def expanded(w: Attention, cached: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
-    """`latents` -> the keys [B N S H] and values [B N S v_head_dim] that they stand for.
-
-    Keys are a product of H columns, some of them zero, and a sum: on TPU half the time of joining what is narrower.
-    """
-    latent, rope = cached
-    k_up = jax.tree.map(lambda a: jnp.pad(a, ((0, 0), (0, 0), (0, rope.shape[-1]))), w.k_up)
-    nope = matmul("bsc,cnh->bnsh", latent, k_up)
-    shared = jnp.pad(rope, ((0, 0), (0, 0), (nope.shape[-1] - rope.shape[-1], 0)))
-    k = checkpoint_name(nope + shared[:, None], "key")
-    return k, checkpoint_name(matmul("bsc,cnh->bnsh", latent, w.v_up), "value")
+def expanded(w: Attention, latent: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[B S C] -> what it stands for: keys, but for what all heads share, and values, [B N S qk_nope or v_head_dim]."""
+    own, v = (matmul("bsc,cnh->bnsh", latent, up) for up in (w.k_up, w.v_up))
+    return checkpoint_name(own, "key"), checkpoint_name(v, "value")
 
 
 def absorbed(c: Model, w: Attention, q: jax.Array, cached: tuple[jax.Array, jax.Array], seen: jax.Array) -> jax.Array:
@@ -127,7 +120,7 @@ def attend_to(
 
     Args:
       rope: cos and sin of the tokens' positions.
-      read: (queries, `latents` of the tokens, what an indexer makes of them) -> (attention's output
+      read: (queries, not rotated, `latents` of the tokens, what an indexer makes of them) -> (attention's output
         [B N S v_head_dim], anything).
       row: of sequences that are split: `w` is then `sequences.own_heads`, and `read` is of all tokens, and these heads.
 
@@ -139,8 +132,8 @@ def attend_to(
     source, cached = query_source(c, w, y), latents(c, w, y, rope)
     index = None if w.indexer is None else indexer.look(c, w.indexer, y, source, rope)
     if row is not None:
-        (source, cached), rope = sequences.whole((source, cached)), row.rope
-    out, more = read(checkpoint_name(queries(c, w, source, rope), "query"), cached, index)
+        source, cached = sequences.whole((source, cached))
+    out, more = read(checkpoint_name(queries(c, w, source), "query"), cached, index)
     out = out if row is None else sequences.all_heads(out)
     return residual.add(x, matmul("bnsv,ndv->bsd", out, w.out)), more
 
@@ -154,19 +147,21 @@ def attend(
     tells the largest score of each head [N], for `clipped`.
     """
     row, kept = given.tokens.row, kept or {}
-    segments = given.tokens.segments if row is None else row.segments
+    seen = given.tokens if row is None else row
     w = w if row is None else sequences.own_heads(w)
 
     def read(q: jax.Array, cached: tuple, index: Index | None):
-        k, v = expanded(w, cached)
+        own, v = expanded(w, cached[0])
+        k, sight = (own, cached[1]), kernels.Sight(seen.segments, None, *seen.rope)
         if index is None:
-            out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), scored=scored)
+            out, attention, top = kernels.attention(q, k, v, sight, kept.get("attention"), scored)
             if row is not None and top is not None:
                 top = sequences.of_all_heads(top)
             return out, {"attention": attention, "top_score": top}
-        selected, loss = kept.get("selection") or (indexer.select(c, index, segments), None)
-        out, attention, top = kernels.attention(q, k, v, segments, kept.get("attention"), selected, scored)
-        attended = indexer.Attended(q, k, attention[1], selected, segments)
+        selected, loss = kept.get("selection") or (indexer.select(c, index, seen.segments), None)
+        sight = dataclasses.replace(sight, selected=selected)
+        out, attention, top = kernels.attention(q, k, v, sight, kept.get("attention"), scored)
+        attended = indexer.Attended(*kernels.whole(q, k, sight), attention[1], selected, seen.segments)
         loss = indexer.divergence(index, attended, loss)
         return out, {"attention": attention, "selection": (selected, loss), "top_score": top}
 

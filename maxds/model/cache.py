@@ -74,8 +74,9 @@ class Latents:
 
         def read(q, latents, index):
             selected = None if index is None else indexer.select(c, index, context.segments)
-            k, v = attention.expanded(w, latents)
-            out = kernels.attention(q, k, v, context.segments, selected=selected)[0]
+            own, v = attention.expanded(w, latents[0])
+            sight = kernels.Sight(context.segments, selected, *context.rope)
+            out = kernels.attention(q, (own, latents[1]), v, sight)[0]
             return out, self._with(i, context.positions, latents, index)
 
         return attention.attend_to(c, w, x, context.rope, read)
@@ -89,7 +90,7 @@ class Latents:
             seen = jnp.arange(latent.shape[1]) <= context.positions[..., None]
             if index is not None:
                 seen = indexer.select_among(c, index, keys, seen)
-            return attention.absorbed(c, w, q, (latent, rope), seen), written
+            return attention.absorbed(c, w, ops.rotate(q, context.rope), (latent, rope), seen), written
 
         return attention.attend_to(c, w, x, context.rope, read)
 

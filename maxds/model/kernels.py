@@ -36,6 +36,7 @@ from maxds.quantize import BACKWARD, FORWARD, Quantized, Tree, quantize
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
 ROW_BLOCK = 128  # rows of one expert multiplied at a time on CPU
+Sight = causal.Sight
 SPARSE_CORES = ("TPU7x",)  # as tokamax sums rows on: of 16 lanes
 
 
@@ -60,73 +61,78 @@ def tokens_last(x: jax.Array) -> jax.Array:
 
 def attention(
     q: jax.Array,
-    k: jax.Array,
+    k: causal.Keys,
     v: jax.Array,
-    segments: jax.Array,
+    sight: causal.Sight,
     kept: tuple[jax.Array, jax.Array] | None = None,
-    selected: jax.Array | None = None,
     scored: bool = False,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array], jax.Array | None]:
     """Causal attention within documents.
 
     Args:
-      q: [B N S H], already multiplied by the softmax scale.
-      k: [B N S H].
+      q: [B N S H], already multiplied by the softmax scale, and not rotated yet.
+      k: of each head [B N S H - R], and the rotated R dimensions that all heads share [B S R].
       v: [B N S Hv].
-      segments: [B S] int32, of documents in their order; a query sees the keys of its own. 0 is padding: what its
-        queries see is of no meaning, but finite.
+      sight: the documents, in each of which a query sees the keys up to it, or what is selected among these; and the
+        angles of queries. What queries of padding see is of no meaning, but finite.
       kept: what an earlier call returned as kept; the forward pass is then not computed.
-      selected: as `sparse.pack`, [B S ceil(S / 8)]: the keys that it attends to among these; None: to all.
       scored: whether the largest scores are asked for.
 
     Returns:
       The output [B N S Hv]; what to keep of it: (output, log-sum-exp of the scores [B N S] float32); if `scored` and
       nothing was kept, the largest score of each head [N] float32, not of padding, and 0 where it is negative.
     """
-    out, lse, top = _attention(scored, q, k, v, (segments, selected), kept)
+    qk = (q, k) if _is_for_tiles(q, sight) else whole(q, k, sight)
+    out, lse, top = _attention(scored, *qk, v, sight, kept)
     if top is not None:
-        real = jnp.where(segments[:, None] > 0, lax.stop_gradient(top), 0)
+        real = jnp.where(sight.segments[:, None] > 0, lax.stop_gradient(top), 0)
         top = jnp.max(real, axis=(0, 2), initial=0)
     return out, (out, lse), top
 
 
+def whole(q: jax.Array, k: causal.Keys, sight: causal.Sight) -> tuple[jax.Array, jax.Array]:
+    """Rotated queries, and the keys of each head, [B N S H]: whose products are the scores."""
+    own, shared = k
+    of_heads = jnp.broadcast_to(shared[:, None], (*own.shape[:3], shared.shape[2]))
+    return ops.rotate(q, (sight.cos, sight.sin)), jnp.concatenate([own, of_heads], axis=3)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(scored, q, k, v, which, kept):
-    """The output, the log-sum-exp, and of each query the largest score [B N S], or None."""
+def _attention(scored, q, k, v, sight, kept):
+    """The output, the log-sum-exp, and of each query the largest score [B N S], or None; not for tiles, of `whole`."""
     if kept is not None:
         return *kept, None
-    segments, selected = which
-    if _is_for_tiles(q, selected):
-        out, lse, top = causal.attend(q, k, v, segments, selected)
+    if _is_for_tiles(q, sight):
+        out, lse, top = causal.attend(q, k, v, sight)
         return out, lse, top if scored else None
-    if selected is not None:
-        return sparse.attend(q, k, v, selected, scored)
-    return _attend(q, k, v, segments, scored)
+    if sight.selected is not None:
+        return sparse.attend(q, k, v, sight.selected, scored)
+    return _attend(q, k, v, sight.segments, scored)
 
 
-def _attention_forward(scored, q, k, v, which, kept):
-    out, lse, top = _attention(scored, q, k, v, which, kept)
+def _attention_forward(scored, q, k, v, sight, kept):
+    out, lse, top = _attention(scored, q, k, v, sight, kept)
     out, lse = checkpoint_name(out, "attention"), checkpoint_name(lse, "attention")
-    return (out, lse, top), (q, k, v, which, kept, out, lse)
+    return (out, lse, top), (q, k, v, sight, kept, out, lse)
 
 
 def _attention_backward(_scored, residuals, cotangents):
-    q, k, v, (segments, selected), kept, out, lse = residuals
+    q, k, v, sight, kept, out, lse = residuals
     dout, *_ = cotangents
-    if _is_for_tiles(q, selected):
-        found = causal.attend_backward(q, k, v, (segments, selected), (out, lse), dout)
-    elif selected is not None:
-        found = sparse.attend_backward(q, k, v, selected, (out, lse), dout)
+    if _is_for_tiles(q, sight):
+        found = causal.attend_backward(q, k, v, sight, (out, lse), dout)
+    elif sight.selected is not None:
+        found = sparse.attend_backward(q, k, v, sight.selected, (out, lse), dout)
     else:
-        found = _attend_backward(q, k, v, segments, (out, lse), dout)
+        found = _attend_backward(q, k, v, sight.segments, (out, lse), dout)
     return *found, None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _attention.defvjp(_attention_forward, _attention_backward)
 
 
-def _is_for_tiles(q: jax.Array, selected: jax.Array | None) -> bool:
-    return is_tpu() and causal.can_attend(q.shape[2], selected=selected is not None)
+def _is_for_tiles(q: jax.Array, sight: causal.Sight) -> bool:
+    return is_tpu() and causal.can_attend(q.shape[2], selected=sight.selected is not None)
 
 
 @flax.struct.dataclass

@@ -33,7 +33,7 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
       ahead: what is read ahead of steps; also by what says which block of an array is in VMEM.
       given: arrays, each with its blocks.
       found: shapes of results, each with its blocks.
-      held: shapes of what stays in VMEM from step to step, float32.
+      held: what stays in VMEM from step to step, as `room`.
       **how: `grid`, its extents; `flops` of all products; `name` and `interpret`, as of `pallas_call`.
     """
     moved = [a for a, _ in (*given, *found)]
@@ -46,7 +46,7 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
             grid=how["grid"],
             in_specs=[tuple(blocks for _, blocks in given)],
             out_specs=[tuple(blocks for _, blocks in found)],
-            scratch_shapes=[tuple(pltpu.VMEM(shape, jnp.float32) for shape in held)],
+            scratch_shapes=[tuple(held)],
         ),
         out_shape=[tuple(shape for shape, _ in found)],
         cost_estimate=pl.CostEstimate(flops=how["flops"], transcendentals=0, bytes_accessed=bytes_moved),
@@ -55,6 +55,11 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
         interpret=how["interpret"],
     )(ahead, arrays)
     return results
+
+
+def room(*shape: int, dtype: Any = jnp.float32) -> Any:
+    """Room in VMEM for an array."""
+    return pltpu.VMEM(shape, dtype)
 
 
 def _signed(selected: Array) -> Array:
@@ -95,3 +100,11 @@ def column(x: Array) -> Array:
 def columns(x: Array) -> Array:
     """As `column`, LANES times: [1 n] -> [n LANES]."""
     return jnp.broadcast_to(x.astype(jnp.float32), (LANES, x.shape[1])).T
+
+
+def rotated(x: Array, cos: Array, sin: Array) -> Array:
+    """[… R n], of which pairs of rows (2j, 2j+1) are turned by angles [R n]."""
+    rows, (axis, size) = x.astype(jnp.float32), (x.ndim - 2, x.shape[-2])
+    first = lax.rem(lax.broadcasted_iota(jnp.int32, x.shape, axis), 2) == 0
+    partner = jnp.where(first, -pltpu.roll(rows, size - 1, axis), pltpu.roll(rows, 1, axis))
+    return (rows * cos + partner * sin).astype(x.dtype)

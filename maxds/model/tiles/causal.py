@@ -6,6 +6,9 @@ reads ahead of its steps.
 
 Of two heads in turn, one's products are written before the other's exponentials, and wait in VMEM: so the matrix units
 need not. Scores are in bits, for an exponential of base 2 is one multiplication less.
+
+Queries come as their product makes them, and are rotated here; the rotated part of keys, which all heads share, comes
+once. So neither is a pass over arrays of all heads in HBM.
 """
 
 import functools
@@ -14,13 +17,29 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from maxds.model.tiles import HEADS, KEYS, LANES, LOWEST, WAITING, block_of, call, column, dot, group_of, like, turned
+from maxds.model.tiles import (
+    HEADS,
+    KEYS,
+    LANES,
+    LOWEST,
+    WAITING,
+    block_of,
+    call,
+    column,
+    dot,
+    group_of,
+    like,
+    room,
+    rotated,
+    turned,
+)
 
 BITS = math.log2(math.e)  # of a score of 1: exp(x) is exp2(BITS * x)
 
@@ -94,43 +113,59 @@ def can_attend(length: int, *, selected: bool) -> bool:
     return length % (8 * LANES if selected else LANES) == 0
 
 
-def attend(
-    q: Array, k: Array, v: Array, segments: Array, selected: Array | None, *, interpret: Any = False
-) -> tuple[Array, Array, Array]:
+@flax.struct.dataclass
+class Sight:
+    """What the queries of a batch see, and from where."""
+
+    segments: Array  # [B S] int32, of documents in their order; 0: padding, of which a query need not see all before it
+    selected: Array | None  # as `sparse.pack`, [B S S / 8], at least one key for each query; None: those of its segment
+    cos: Array  # [B S R] float32: of the angles by which the last R dimensions of queries are rotated
+    sin: Array  # [B S R]
+
+
+Keys = tuple[Array, Array]
+"""Of each head [B N S H - R], and the rotated R dimensions that all heads share [B S R]."""
+
+
+def attend(q: Array, k: Keys, v: Array, sight: Sight, *, interpret: Any = False) -> tuple[Array, Array, Array]:
     """Causal attention within documents, or to the selected keys.
 
     Args:
-      q: [B N S H], already multiplied by the softmax scale.
-      k: [B N S H].
+      q: [B N S H], already multiplied by the softmax scale, and not rotated yet.
+      k: the keys.
       v: [B N S Hv].
-      segments: [B S] int32, of documents in their order; 0: padding, of which a query need not see all before it. Not
-        read where keys are selected.
-      selected: as `sparse.pack`, [B S S / 8], at least one for each query; None: all of the query's segment up to it.
+      sight: what queries see; segments are not read where keys are selected.
       interpret: as of `pallas_call`.
 
     Returns:
       The output [B N S Hv]; of each query the log-sum-exp of the scores, and the largest of them [B N S] float32.
     """
     (batch, heads, length, size), size_v = q.shape, v.shape[3]
-    mask, group = _mask(segments, selected), group_of(heads, HEADS)
+    mask, group, (own, shared) = _mask(sight), group_of(heads, HEADS), k
     visits = by_rows(length // mask.block)
 
     def key(query, key, since):
         return jnp.maximum(key, since)  # what is not multiplied waits for the first that is
 
-    of_query, of_key = (_blocks((group, mask.block), which) for which in (_query, key))
+    of_query, of_key = (_blocks((group, mask.block), which) for which in (_query_block, key))
     of_row = jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32)
     out, lse, top = call(
         functools.partial(_attend, mask.hidden),
         mask.ahead(visits),
         [
             (turned(_in_bits(q)), of_query(size)),
-            (turned(k), of_key(size)),
+            *_of_all_heads(mask.block, (_query_block, sight.cos), (_query_block, sight.sin), (key, shared)),
+            (turned(own), of_key(own.shape[3])),
             (turned(v), of_key(size_v)),
-            *mask.given(_query, key),
+            *mask.given(_query_block, key),
         ],
         [(like(turned(v)), of_query(size_v)), (of_row, of_query(1)), (of_row, of_query(1))],
-        [(mask.block, mask.block), _waiting(mask.block), *((group, rows, mask.block) for rows in (1, 1, size_v))],
+        [
+            room(mask.block, mask.block),
+            _waiting(mask.block),
+            room(group, size, mask.block, dtype=q.dtype),
+            *(room(group, rows, mask.block) for rows in (1, 1, size_v)),
+        ],
         grid=(batch, heads // group, len(visits.query)),
         flops=2 * batch * len(visits.query) * mask.block**2 * heads * (size + size_v),
         name=mask.kernel,
@@ -140,18 +175,21 @@ def attend(
 
 
 def _attend(hide, ahead, given, found, held):
-    (q, k, v, *mask), (out, lse, top), (hidden, waiting, highest, total, summed) = given, found, held
-    t = pl.program_id(2)
+    (q, cos, sin, shared, k, v, *mask), (out, lse, top) = given, found
+    hidden, waiting, queries, highest, total, summed = held
+    t, still = pl.program_id(2), k.shape[1]
 
     @pl.when(ahead.visits.first[t] == 1)
     def _():
+        for h in range(len(q)):
+            queries[h] = _joined(q[h, :still], rotated(q[h, still:], cos[...], sin[...]))
         highest[...] = jnp.full(highest.shape, LOWEST)
         total[...] = jnp.zeros(total.shape, jnp.float32)
         summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
     def tile(shaded):
         def product(h):
-            waiting[h % 2] = dot(k[h], q[h], 0, 0)
+            waiting[h % 2] = dot(_joined(k[h], shared), queries[h], 0, 0)
 
         def use(h):
             scores, before = shaded(waiting[h % 2]), highest[h]
@@ -173,30 +211,25 @@ def _attend(hide, ahead, given, found, held):
 
 
 def attend_backward(
-    q: Array,
-    k: Array,
-    v: Array,
-    which: tuple[Array, Array | None],
-    kept: tuple[Array, Array],
-    dout: Array,
-    *,
-    interpret: Any = False,
-) -> tuple[Array, Array, Array]:
-    """Gradients of q, k and v, given (segments, selected), output and log-sum-exp, and the gradient of the output.
+    q: Array, k: Keys, v: Array, sight: Sight, kept: tuple[Array, Array], dout: Array, *, interpret: Any = False
+) -> tuple[Array, Keys, Array]:
+    """Gradients of q, k and v, given the output and log-sum-exp, and the gradient of the output.
 
     Queries see the first of their keys first, and have seen all when those of their own block come, when their gradient
     is written. In between, those of all queries wait in VMEM. Where a row has more than there is room for, those of a
     band of queries do, and what bands add to the keys is summed.
     """
-    mask, (out, lse) = _mask(*which), kept
+    mask, (out, lse), (own, shared) = _mask(sight), kept, k
     bands = _bands(q.shape[2] // mask.block, 4 * mask.block * q.shape[3])
-    dtype = k.dtype if len(bands) == 1 else jnp.float32
+    dtype = own.dtype if len(bands) == 1 else jnp.float32
     of_output = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
-    q, k, v, dout = map(turned, (_in_bits(q), k, v, dout))
+    q, own, v, dout = map(turned, (_in_bits(q), own, v, dout))
     of_queries = q, lse[:, :, None] * BITS, of_output[:, :, None], dout
-    found = [_of_band(band, mask, of_queries, (k, v), dtype, interpret) for band in bands]
-    dq, dk, dv = zip(*found, strict=True)
-    return turned(jnp.concatenate(dq, 3)), turned(_summed(dk).astype(k.dtype)), turned(_summed(dv).astype(v.dtype))
+    found = [_of_band(band, mask, sight, of_queries, (own, shared, v), dtype, interpret) for band in bands]
+    dq, *of_keys = zip(*found, strict=True)
+    down, dshared, dv = map(_summed, of_keys)
+    dshared = turned(jnp.sum(dshared, axis=1)).astype(shared.dtype)
+    return turned(jnp.concatenate(dq, 3)), (turned(down.astype(own.dtype)), dshared), turned(dv.astype(v.dtype))
 
 
 def _bands(blocks: int, size: int) -> list[tuple[int, int]]:
@@ -214,12 +247,15 @@ def _summed(of_bands: tuple[Array, ...]) -> Array:
     return total
 
 
-def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
-    """Gradients of the queries of a band, and what these add to those of the keys up to its end, as `dtype`."""
-    (begin, end), (q, lse, of_output, dout), (k, v) = band, of_queries, of_keys
+def _of_band(band, mask, sight, of_queries, of_keys, dtype, interpret):
+    """Gradients of the queries of a band, and what these add to those of the keys up to its end, as `dtype`.
+
+    To those of the shared dimensions each group of heads adds its own, float32.
+    """
+    (begin, end), (q, lse, of_output, dout), (k, shared, v) = band, of_queries, of_keys
     (batch, heads, size, _), size_v, tokens = q.shape, v.shape[2], (end - begin) * mask.block
     group = group_of(heads, min(HEADS, max(WAITING // (4 * tokens * size), 1)))
-    visits = by_columns(begin, end)
+    visits, still, rows = by_columns(begin, end), k.shape[2], shared.shape[2]
 
     def query(query, key, since):
         return jnp.where(key >= since, query, jnp.clip(key + 1, begin, end - 1))  # else the first of the next keys
@@ -227,10 +263,10 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
     def query_of_key(query, key, since):
         return jnp.maximum(key, begin) - begin
 
-    def shape(rows, tokens, dtype):
+    def shape(rows, tokens, dtype, heads=heads):
         return jax.ShapeDtypeStruct((batch, heads, rows, tokens), dtype)
 
-    which = query, query_of_key, _key
+    which = query, query_of_key, _key_block
     of_query, found, of_key = (_blocks((group, mask.block), w) for w in which)
     return call(
         functools.partial(_attend_backward, mask.hidden, begin),
@@ -239,18 +275,22 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
             (q, of_query(size)),
             *((lse, of_query(1)), (of_output, of_query(1))),
             (dout, of_query(size_v)),
-            *((k, of_key(size)), (v, of_key(size_v))),
-            *mask.given(query, _key),
+            *_of_all_heads(mask.block, (query, sight.cos), (query, sight.sin), (_key_block, shared)),
+            *((k, of_key(still)), (v, of_key(size_v))),
+            *mask.given(query, _key_block),
         ],
         [
             (shape(size, tokens, q.dtype), found(size)),
-            *((shape(rows, end * mask.block, dtype), of_key(rows)) for rows in (size, size_v)),
+            (shape(still, end * mask.block, dtype), of_key(still)),
+            (shape(rows, end * mask.block, jnp.float32, heads // group), _blocks((1, mask.block), _key_block)(rows)),
+            (shape(size_v, end * mask.block, dtype), of_key(size_v)),
         ],
         [
-            (mask.block, mask.block),
+            room(mask.block, mask.block),
             *[_waiting(mask.block)] * 2,
-            (end - begin, group, size, mask.block),
-            *((group, rows, mask.block) for rows in (size, size_v)),
+            room(end - begin, group, rows, mask.block, dtype=q.dtype),
+            room(end - begin, group, size, mask.block),
+            *(room(group, rows, mask.block) for rows in (size, size_v)),
         ],
         grid=(batch, heads // group, len(visits.query)),
         flops=2 * batch * len(visits.query) * mask.block**2 * heads * (3 * size + 2 * size_v),
@@ -260,9 +300,9 @@ def _of_band(band, mask, of_queries, of_keys, dtype, interpret):
 
 
 def _attend_backward(hide, begin, ahead, given, found, held):
-    (q, lse, of_output, dout, k, v, *mask), (dq, dk, dv) = given, found
-    hidden, of_scores, of_weights, dqs, dks, dvs = held
-    row, t = pl.program_id(0), pl.program_id(2)
+    (q, lse, of_output, dout, cos, sin, shared, k, v, *mask), (dq, dk, dshared, dv) = given, found
+    hidden, of_scores, of_weights, turning, dqs, dks, dvs = held
+    row, t, still = pl.program_id(0), pl.program_id(2), k.shape[1]
     query, key, since = ahead.at(row, t)
     own = query - begin
 
@@ -274,18 +314,22 @@ def _attend_backward(hide, begin, ahead, given, found, held):
     @pl.when(key == since)
     def _():
         dqs[own] = jnp.zeros(dqs.shape[1:], jnp.float32)
+        turning[own] = rotated(q[:, still:], cos[...], sin[...])
 
     def tile(shaded):
+        def whole(h):
+            return _joined(q[h, :still], turning[own, h])
+
         def product(h):
-            of_scores[h % 2] = dot(k[h], q[h], 0, 0)
+            of_scores[h % 2] = dot(_joined(k[h], shared), whole(h), 0, 0)
             of_weights[h % 2] = dot(v[h], dout[h], 0, 0)
 
         def use(h):
             weights = jnp.exp2(shaded(of_scores[h % 2]) - lse[h])
             dvs[h] += dot(dout[h], weights.astype(v.dtype), 1, 1)
             dscores = (weights * (of_weights[h % 2] - of_output[h])).astype(q.dtype)
-            dks[h] += dot(q[h], dscores, 1, 1)
-            dqs[own, h] += dot(k[h], dscores, 1, 0)
+            dks[h] += dot(whole(h), dscores, 1, 1)
+            dqs[own, h] += dot(_joined(k[h], shared), dscores, 1, 0)
 
         in_turn(len(q), product, use)
 
@@ -293,12 +337,19 @@ def _attend_backward(hide, begin, ahead, given, found, held):
 
     @pl.when(query == key)
     def _():
-        dq[...] = dqs[own].astype(dq.dtype)
+        dq[:, :still] = dqs[own, :, :still].astype(dq.dtype)
+        dq[:, still:] = rotated(dqs[own, :, still:], cos[...], -sin[...]).astype(dq.dtype)
 
     @pl.when(ahead.visits.last[t] == 1)
     def _():
-        dk[...] = (dks[...] / BITS).astype(dk.dtype)
+        dk[...] = (dks[:, :still] / BITS).astype(dk.dtype)
+        dshared[0] = jnp.sum(dks[:, still:], axis=0) / BITS
         dv[...] = dvs[...].astype(dv.dtype)
+
+
+def _joined(own: Array, rotated: Any) -> Array:
+    """A head's queries or keys, [H n]."""
+    return jnp.concatenate([own, rotated[...]])
 
 
 def _in_bits(q: Array) -> Array:
@@ -306,20 +357,20 @@ def _in_bits(q: Array) -> Array:
     return (q.astype(jnp.float32) * BITS).astype(q.dtype)
 
 
-def _waiting(block: int) -> tuple[int, int, int]:
+def _waiting(block: int) -> Any:
     """Room for the products of two heads."""
-    return 2, block, block
+    return room(2, block, block)
 
 
 Which = Callable[[Any, Any, Any], Any]
 """Which block a step reads, of `Ahead.at`."""
 
 
-def _query(query, key, since):
+def _query_block(query, key, since):
     return query
 
 
-def _key(query, key, since):
+def _key_block(query, key, since):
     return key
 
 
@@ -330,6 +381,16 @@ def _blocks(shape: tuple[int, int], which: Which) -> Callable:
         return pl.BlockSpec((None, shape[0], size, shape[1]), lambda b, g, t, ahead: (b, g, 0, which(*ahead.at(b, t))))
 
     return of_size
+
+
+def _of_all_heads(block: int, *arrays: tuple[Which, Array]) -> list[tuple[Array, pl.BlockSpec]]:
+    """Arrays [B S n], with their blocks [n block]."""
+
+    def of_array(which: Which, a: Array) -> tuple[Array, pl.BlockSpec]:
+        at = lambda b, g, t, ahead: (b, 0, which(*ahead.at(b, t)))  # noqa: E731
+        return turned(a), pl.BlockSpec((None, a.shape[2], block), at)
+
+    return list(itertools.starmap(of_array, arrays))
 
 
 class _Mask(NamedTuple):
@@ -347,7 +408,8 @@ class _Mask(NamedTuple):
         return Ahead(jax.tree.map(jnp.asarray, visits), self.since, self.clear)
 
 
-def _mask(segments: Array, selected: Array | None) -> _Mask:
+def _mask(sight: Sight) -> _Mask:
+    segments, selected = sight.segments, sight.selected
     (batch, length), block = segments.shape, block_of(segments.shape[1])
     if selected is None:
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from maxds.model.tiles import HEADS, KEYS, LANES, MOST, block_of, call, dot, group_of, like, turned
+from maxds.model.tiles import HEADS, KEYS, LANES, MOST, block_of, call, dot, group_of, like, room, turned
 
 
 def can_sum(queries: int, keys: int) -> bool:
@@ -45,7 +45,7 @@ def _summed(count: int, weigh: Callable, given: tuple[Array, ...], limit: Array,
             (turned(k), keys),
         ],
         [(jax.ShapeDtypeStruct((queries, count), jnp.float32), pl.BlockSpec((queries, block), lambda j, *_: (0, j)))],
-        [(block, queries)],
+        [room(block, queries)],
         grid=(count // block, heads // group),
         flops=_flops_of_block(queries, count) * heads * size,
         name="sum_heads",
@@ -103,7 +103,7 @@ def index_scores_backward(
             (like(heads), pl.BlockSpec(per_query, when_last)),
             (jax.ShapeDtypeStruct(k.shape, jnp.float32), pl.BlockSpec(of_key, lambda j, *_: (0, j))),
         ],
-        [(block, queries), (steps[1], *of_query), (steps[1], *per_query)],
+        [room(block, queries), room(steps[1], *of_query), room(steps[1], *per_query)],
         grid=steps,
         flops=_flops_of_block(queries, keys) * count * 3 * size,
         name="index_scores_backward",

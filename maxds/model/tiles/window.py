@@ -14,7 +14,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import tpu as pltpu
 
 from maxds.model.tiles import (
     HEADS,
@@ -29,6 +28,8 @@ from maxds.model.tiles import (
     dot,
     group_of,
     like,
+    room,
+    rotated,
     turned,
 )
 
@@ -113,7 +114,7 @@ def attend(
         (),
         [(turned(q), of_query(size)), *_by_head(group, sinks), *_angles(sight), *given],
         [(like(turned(q)), of_query(size)), (_of_row(heads, length), of_query(1))],
-        [(1, lanes), (1, lanes), (size, lanes)],
+        [room(1, lanes), room(1, lanes), room(size, lanes)],
         grid=(length // LANES, heads // group, 1 + p.tiles),
         flops=4 * _pairs(p, length) * heads * size,
         name="attend_window",
@@ -145,7 +146,7 @@ def _attend(p, _, given, found, held):
     @pl.when(pl.program_id(2) == p.tiles)
     def _():
         _apart(lse, highest[...] + jnp.log(total[...]))
-        _apart(out, _rotated(summed[...] / total[...], cos[...], -sin[...]))
+        _apart(out, _turned(summed[...] / total[...], cos[...], -sin[...]))
 
 
 def attend_backward(
@@ -187,7 +188,7 @@ def attend_backward(
             ),
             (_of_row(heads, length), of_query(1)),
         ],
-        [(1, lanes), (size, lanes), (max(p.tiles, 1), size, p.block)],
+        [room(1, lanes), room(size, lanes), room(max(p.tiles, 1), size, p.block)],
         grid=(blocks, groups, 1 + p.tiles),
         flops=10 * _pairs(p, length) * heads * size,
         name="attend_window_backward",
@@ -217,7 +218,7 @@ def _attend_backward(p, _, given, found, held):
         dnear[...] = jnp.zeros(dnear.shape, jnp.float32)
 
     def add(k: Array, hidden: Array, entries: bool) -> None:
-        queries, gradients = _beside(q), _rotated(_beside(dout), cos[...], sin[...])
+        queries, gradients = _beside(q), _turned(_beside(dout), cos[...], sin[...])
         scores = dot(k, queries, 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
         weights = jnp.exp(scores - _beside(lse))
         dscores = (weights * (dot(k, gradients, 0, 0) - delta[...])).astype(k.dtype)
@@ -277,14 +278,11 @@ def _not_far(p: Plan, query: Array, tile: Array, own: Array, of_entries: list) -
     return jnp.where(later | (of_keys != own.astype(jnp.float32)), LOWEST, 0.0)
 
 
-def _rotated(x: Array, cos: Array, sin: Array) -> Array:
+def _turned(x: Array, cos: Array, sin: Array) -> Array:
     """[H lanes], the last R rows of which are turned by angles [R LANES], the same for each head."""
     still, rows = jnp.split(x, [x.shape[0] - len(cos)])
-    part, heads = rows.astype(jnp.float32), x.shape[1] // LANES
-    cos, sin = (jnp.concatenate([a] * heads, axis=1) for a in (cos, sin))
-    first = lax.rem(lax.broadcasted_iota(jnp.int32, part.shape, 0), 2) == 0
-    partner = jnp.where(first, -pltpu.roll(part, len(part) - 1, 0), pltpu.roll(part, 1, 0))
-    return jnp.concatenate([still, (part * cos + partner * sin).astype(x.dtype)])
+    cos, sin = (jnp.concatenate([a] * (x.shape[1] // LANES), axis=1) for a in (cos, sin))
+    return jnp.concatenate([still, rotated(rows, cos, sin)])
 
 
 def _iota(keys: int, dimension: int) -> Array:
