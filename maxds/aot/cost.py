@@ -21,8 +21,8 @@ _FREE_TARGETS = set(
 )
 
 # The compiler tells no cycles of kernels. In its schedules of those of model/tiles one can count them: the share of the
-# peak that attention with its gradients reaches, if every tile did what only the first or last of a row does; but for the
-# rotation of queries, which counts once in 4.5 tiles, as in rows of 4,096 tokens.
+# peak that attention with its gradients reaches, if every tile did what only the first or last of a row does; the
+# rotation of queries counts in every 4.5th, as in rows of 4,096 tokens.
 SCHEDULED = {
     "tpu7x": {"attend_window": 0.59, "attend_selected": 0.45, "attend": 0.52},
     "v5p": {"attend_window": 0.48, "attend_selected": 0.40, "attend": 0.43},

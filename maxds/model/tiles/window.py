@@ -171,11 +171,12 @@ def attend_backward(
     def when_last(b, g, e, _):
         return 0, jnp.where((b == blocks - 1) & (g == groups - 1), jnp.maximum(e - 1, 0), 0)
 
-    q, out, dout = map(turned, (q, out, dout))
-    dq, dnear, dfar, deltas = call(
+    of_output = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)  # whichever way both are turned
+    q, dout = turned(q), turned(dout)
+    dq, dnear, dfar = call(
         functools.partial(_attend_backward, p),
         (),
-        [*((a, of_query(a.shape[1])) for a in (q, lse[:, None], out, dout)), *_angles(sight), *given],
+        [*((a, of_query(a.shape[1])) for a in (q, lse[:, None], of_output[:, None], dout)), *_angles(sight), *given],
         [
             (like(q), of_query(size)),
             (
@@ -186,20 +187,19 @@ def attend_backward(
                 jax.ShapeDtypeStruct((size, max(p.tiles, 1) * p.block), jnp.float32),
                 pl.BlockSpec((size, p.block), when_last),
             ),
-            (_of_row(heads, length), of_query(1)),
         ],
-        [room(1, lanes), room(size, lanes), room(max(p.tiles, 1), size, p.block)],
+        [room(size, lanes), room(max(p.tiles, 1), size, p.block)],
         grid=(blocks, groups, 1 + p.tiles),
         flops=10 * _pairs(p, length) * heads * size,
         name="attend_window_backward",
         interpret=interpret,
     )
-    dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * deltas[:, 0], axis=1)
+    dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * of_output, axis=1)
     return turned(dq), (_of_tokens(p, dnear), turned(dfar)[: p.entries]), dsinks
 
 
 def _attend_backward(p, _, given, found, held):
-    (q, lse, out, dout, cos, sin, *keys), (dq, dnear, dfar, deltas), (delta, dqs, dfars) = given, found, held
+    (q, lse, of_output, dout, cos, sin, *keys), (dq, dnear, dfar), (dqs, dfars) = given, found, held
     b, g, e = (pl.program_id(i) for i in range(3))
 
     @pl.when((b == 0) & (g == 0))
@@ -208,9 +208,6 @@ def _attend_backward(p, _, given, found, held):
 
     @pl.when(e == 0)
     def _():
-        products = _beside(out).astype(jnp.float32) * _beside(dout).astype(jnp.float32)
-        delta[...] = jnp.sum(products, axis=0, keepdims=True)
-        _apart(deltas, delta[...])
         dqs[...] = jnp.zeros(dqs.shape, jnp.float32)
 
     @pl.when((g == 0) & (e == 0))
@@ -221,7 +218,7 @@ def _attend_backward(p, _, given, found, held):
         queries, gradients = _beside(q), _turned(_beside(dout), cos[...], sin[...])
         scores = dot(k, queries, 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
         weights = jnp.exp(scores - _beside(lse))
-        dscores = (weights * (dot(k, gradients, 0, 0) - delta[...])).astype(k.dtype)
+        dscores = (weights * (dot(k, gradients, 0, 0) - _beside(of_output))).astype(k.dtype)
         dqs[...] += dot(k, dscores, 1, 0)
         dk = dot(gradients, weights.astype(k.dtype), 1, 1) + dot(queries, dscores, 1, 1)
         if entries:
