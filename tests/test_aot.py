@@ -8,6 +8,7 @@ import base64
 import dataclasses
 import itertools
 import re
+import types
 from xml.etree import ElementTree
 
 import jax
@@ -612,6 +613,19 @@ def test_a_loop_works_in_what_it_is_given():
     peak, buffers = fit.largest(program(entry, *loop(body)))
     assert peak == 400 + 4 + 1200
     assert buffers[0].instruction.name == "big"
+
+
+@pytest.mark.parametrize(("told", "expected"), [(90, 90), (130, 116), (0, None)])
+def test_a_program_s_peak_is_the_compiler_s_but_no_more_than_all_its_parts(told, expected):
+    sizes = {"argument": 60, "output": 55, "alias": 50, "temp": 50, "generated_code": 1}
+    host = {
+        f"host_{kind}": size for kind, size in (sizes | {"argument": 0, "output": 7, "alias": 0, "temp": 20}).items()
+    }
+    stats = types.SimpleNamespace(
+        **{f"{k}_size_in_bytes": n for k, n in (sizes | host).items()}, peak_memory_in_bytes=told
+    )
+    found = fit.of_executable(stats, 100)
+    assert (found.peak, found.total, found.host, found.outputs) == (expected, 116, 28, 5)
 
 
 def test_the_compiler_s_refusal_says_what_was_needed():

@@ -37,7 +37,7 @@ class Fit:
     temporaries: float | None
     code: float | None
     host: float | None  # in host memory
-    peak: float | None  # that the compiler reports
+    peak: float | None  # that the compiler reports, and no more than the total
     total: float  # of the program in HBM
     limit: float  # usable HBM
     fits: bool  # the compiler's verdict
@@ -65,8 +65,9 @@ def of_executable(stats: Any, limit: float) -> Fit:
     kinds = ("argument", "output", "temp", "generated_code")
     host = sum(getattr(stats, f"host_{kind}_size_in_bytes") for kind in kinds) - stats.host_alias_size_in_bytes
     parts = stats.argument_size_in_bytes, outputs, stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
-    peak = getattr(stats, "peak_memory_in_bytes", 0) or None  # of JAX 0.10 it is not
-    return Fit(*parts, host, peak, sum(parts), limit, True, "the compiled program's memory analysis")
+    total, peak = sum(parts), getattr(stats, "peak_memory_in_bytes", 0)  # JAX 0.10 does not tell it
+    peak = min(peak, total) if peak else None  # with conditionals it is told too high, as if all branches were taken
+    return Fit(*parts, host, peak, total, limit, True, "the compiled program's memory analysis")
 
 
 # The compiler refuses a program early, by what it sums up to, or late, when it has found no place for a buffer.

@@ -317,7 +317,7 @@ def _fit_text(data: dict) -> str:
         ("code", _gib(data["code"])),
         ("sum", _gib(data["total"])),
         ("usable HBM", _gib(data["limit"])),
-        ("peak, as the compiler reports it", _gib(data["peak"])),
+        ("peak, by the compiler, no more than the sum", _gib(data["peak"])),
         ("in host memory", _gib(data["host"])),
     ]
     over = data["total"] - data["limit"]
