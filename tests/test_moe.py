@@ -1,12 +1,31 @@
-"""One round of the experts, on its own."""
+"""The router's choice, and one round of the experts, each on its own."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import oracle
 import pytest
+import tiny
 
 from maxds.model import kernels, moe
 from maxds.quantize import FORWARD, Quantized, quantize
+
+
+@pytest.mark.parametrize("method", ["greedy", "group_limited_greedy", "noaux_tc"])
+def test_of_equal_experts_and_of_equal_groups_the_first_are_chosen(method):
+    groups = (1, 1) if method == "greedy" else (4, 2)
+    c = dataclasses.replace(
+        tiny.V3, topk_method=method, n_routed_experts=16, num_experts_per_tok=5, n_group=groups[0], topk_group=groups[1]
+    )
+    rng = np.random.default_rng(0)
+    scores = rng.integers(1, 4, (200, 16)).astype(np.float32) / 4  # sums are exact, and most are alike
+    bias = rng.integers(-1, 2, 16).astype(np.float32) / 4 if method == "noaux_tc" else None
+    scores[0] = 0.5
+    expected = [oracle.route(c, of_token, bias) for of_token in scores]
+    np.testing.assert_array_equal(moe.choose(c, jnp.asarray(scores), bias), expected)
+
 
 ROWS, TOKENS, CHOICES, WIDTH = 16, 12, 2, 8
 
