@@ -178,7 +178,7 @@ def queries(c: Model, w: CompressedAttention, y: jax.Array, rope: RopeTable) -> 
     latent = rms_norm(matmul("bsd,dq->bsq", y, w.q_down), w.q_norm, c.rms_norm_eps)
     latent = checkpoint_name(latent, "q_latent")
     q = rms_norm(matmul("bsq,qnh->bnsh", latent, w.q_up), c.head_dim**-0.5, c.rms_norm_eps)
-    return latent, checkpoint_name(rotate(q, rope), "query")
+    return latent, checkpoint_name(kernels.tokens_last(rotate(q, rope)), "query")
 
 
 def keys_of(c: Model, w: CompressedAttention, y: jax.Array, rope: RopeTable) -> jax.Array:

@@ -163,10 +163,9 @@ def tokens(segments: jax.Array) -> Keys:
     return Keys(segments, jnp.arange(segments.shape[1])[None])
 
 
-def blocks(x: jax.Array, axis: int, most: int | None = None) -> jax.Array:
-    """Splits the sequence axis into a leading axis of query blocks, of QUERY_BLOCK or `most`: [n ... block ...]."""
-    size, most = x.shape[axis], most or QUERY_BLOCK
-    block = most if size % most == 0 else size
+def blocks(x: jax.Array, axis: int) -> jax.Array:
+    """Splits the sequence axis into a leading axis of query blocks: [n ... block ...]."""
+    size, block = x.shape[axis], _block_of(x.shape[axis])
     return jnp.moveaxis(x.reshape(*x.shape[:axis], size // block, block, *x.shape[axis + 1 :]), axis, 0)
 
 
@@ -179,18 +178,28 @@ def by_blocks(
       fn: `first` is the first position of the block.
       carry: of the scan.
       *of_queries: arrays, and which of their dimensions is S.
-      most: as of `blocks`.
+      most: queries of a block; None: QUERY_BLOCK.
 
     Returns:
       The carry, and of each span of queries the results of its blocks, stacked.
     """
     (array, axis), found = of_queries[0], []
     for start, end in spans(array.shape[axis]):
-        parts = [blocks(lax.slice_in_dim(a, start, end, axis=i), i, most) for a, i in of_queries]
-        firsts = start + jnp.arange(len(parts[0])) * parts[0].shape[1 + axis]
-        carry, results = lax.scan(lambda c, xs, end=end: fn(end, c, *xs), carry, (*parts, firsts))
+        size = _block_of(end - start, most)
+
+        def one(carry: Tree, first: jax.Array, end: int = end, size: int = size) -> Tree:
+            # Cut here, and not into blocks before: TPUs would write all of the arrays again, in another layout.
+            return fn(end, carry, *(lax.dynamic_slice_in_dim(a, first, size, axis=i) for a, i in of_queries), first)
+
+        carry, results = lax.scan(one, carry, jnp.arange(start, end, size))
         found.append(results)
     return carry, found
+
+
+def _block_of(length: int, most: int | None = None) -> int:
+    """Queries of a block: QUERY_BLOCK or `most`, where these divide a span."""
+    most = most or QUERY_BLOCK
+    return most if length % most == 0 else length
 
 
 def joined(found: list[jax.Array], axis: int) -> jax.Array:
