@@ -222,9 +222,6 @@ def of_rows(*args):
 def of_long_rows(*args):
     return jax.tree.map(lambda a: of(1, *(131_072 if n == length else n for n in a.shape), dtype=a.dtype), args)
 
-def attend(q, k, v, sight):
-    return causal.attend(q, k, v, sight)
-
 def attend_backward(q, k, v, sight, kept):
     return causal.attend_backward(q, k, v, sight, kept, kept[0])
 
@@ -240,9 +237,9 @@ for kernel, args in {
     window.attend_backward: of_window,
     lambda *args: gates.gated(*args, 10.0): gated[:3],
     lambda *args: gates.gated_backward(*args, None): gated,
-    attend: of_rows(qk, keys, v, of_all),
+    functools.partial(causal.attend): of_rows(qk, keys, v, of_all),
     attend_backward: of_rows(qk, keys, v, of_all, (v, lse)),
-    functools.partial(attend): of_long_rows(qk, keys, v, of_all),
+    functools.partial(causal.attend): of_long_rows(qk, keys, v, of_all),
     functools.partial(attend_backward): of_long_rows(qk, keys, v, of_all, (v, lse)),
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()

@@ -90,9 +90,13 @@ def compared(config):
     In float8 a number halfway between two others goes to the one or the other with the order of a sum. So weights are
     drawn until no number lies there: a program that computes anything else never agrees.
     """
-    draws = 8 if config.precision.matmul == "fp8" else 1
+    return agreeing(config, None, draws=8 if config.precision.matmul == "fp8" else 1)
+
+
+def agreeing(config, term, draws):
+    """As `compared`, of one term or all, of the first draw of weights in which the gradients agree, or the last."""
     for draw in range(draws):
-        reference, found = (tiny.outcome(c, None, draw) for c in (of_one_device(config), config))
+        reference, found = (tiny.outcome(c, term, draw) for c in (of_one_device(config), config))
         error = tiny.largest_error(reference.grads, found.grads)
         if error[0] < TOLERANCE:
             break
@@ -136,11 +140,7 @@ def test_accumulation_weighs_every_term_as_the_whole_batch_does(name):
     """
     config = CASES[name]
     for term in terms(config):
-        for draw in range(4):
-            reference, found = (tiny.outcome(c, term, draw) for c in (of_one_device(config), config))
-            error, where = tiny.largest_error(reference.grads, found.grads)
-            if error < TOLERANCE:
-                break
+        _, _, (error, where) = agreeing(config, term, draws=4)
         assert error < TOLERANCE, (term, where)
 
 

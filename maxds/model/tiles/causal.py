@@ -387,8 +387,7 @@ def _of_all_heads(block: int, *arrays: tuple[Which, Array]) -> list[tuple[Array,
     """Arrays [B S n], with their blocks [n block]."""
 
     def of_array(which: Which, a: Array) -> tuple[Array, pl.BlockSpec]:
-        at = lambda b, g, t, ahead: (b, 0, which(*ahead.at(b, t)))  # noqa: E731
-        return turned(a), pl.BlockSpec((None, a.shape[2], block), at)
+        return turned(a), pl.BlockSpec((None, a.shape[2], block), lambda b, g, t, ahead: (b, 0, which(*ahead.at(b, t))))
 
     return list(itertools.starmap(of_array, arrays))
 
@@ -413,15 +412,11 @@ def _mask(sight: Sight) -> _Mask:
     (batch, length), block = segments.shape, block_of(segments.shape[1])
     if selected is None:
 
-        def of_block(which: Which) -> tuple[Array, pl.BlockSpec]:
-            return segments[:, None], pl.BlockSpec(
-                (None, 1, block), lambda b, g, t, ahead: (b, 0, which(*ahead.at(b, t)))
-            )
+        def of_both(*both: Which) -> list:
+            return _of_all_heads(block, *((which, segments[:, :, None]) for which in both))
 
         of_blocks = segments.reshape(batch, -1, block)
-        return _Mask(
-            "attend", block, _since(of_blocks), _clear(of_blocks), lambda *both: [*map(of_block, both)], _not_seen
-        )
+        return _Mask("attend", block, _since(of_blocks), _clear(of_blocks), of_both, _not_seen)
     block = block_of(length // 8)  # keys of a tile are of one run of the selection
     run = length // 8 // block
 
