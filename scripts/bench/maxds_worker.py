@@ -1,4 +1,4 @@
-"""A worker of `alternate`: train steps of maxds on CPU devices, on random tokens."""
+"""A worker of `alternate`: train steps of maxds on random tokens."""
 
 import sys
 

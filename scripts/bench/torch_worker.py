@@ -1,4 +1,7 @@
-"""A worker of `alternate`: train steps of transformers' DeepSeek-V3 on the CPU, on maxds' random tokens."""
+"""A worker of `alternate`: train steps of transformers' DeepSeek-V3 on maxds' random tokens, on a CPU or a GPU.
+
+Weights are float32, and operations run in the dtype asked for, as PyTorch's autocast chooses.
+"""
 
 import json
 import sys
@@ -22,14 +25,16 @@ def main(arguments: str) -> None:
     torch.set_num_threads(int(alternate.THREADS))
     torch.manual_seed(0)
     a = json.loads(arguments)
-    net = model(a["model"], a["experts"], a["attention"])
+    device, dtype = "cpu" if a["on_cpu"] else "cuda", getattr(torch, a["dtype"])
+    net = model(a["model"], a["experts"], a["attention"]).to(device)
     forward = torch.compile(net) if a["compile"] else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
-    tokens = torch.from_numpy(alternate.tokens(a["batch"], a["length"], a["model"]["vocab_size"])).long()
+    tokens = torch.from_numpy(alternate.tokens(a["batch"], a["length"], a["model"]["vocab_size"])).long().to(device)
 
     def one_step():
-        logits = forward(input_ids=tokens[:, :-1]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        with torch.autocast(device, dtype, enabled=dtype != torch.float32):
+            logits = forward(input_ids=tokens[:, :-1]).logits
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
         optimizer.step()
