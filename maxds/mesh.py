@@ -36,7 +36,7 @@ _SPARSE_CORE = {
 }
 _ALSO = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
-    "xla_tpu_pcie_bandwidth_multiplier": "0.002",
+    "xla_tpu_pcie_bandwidth_multiplier": "0.14",
     "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
 }
 _COMPILER_OPTIONS = {

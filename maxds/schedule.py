@@ -23,7 +23,7 @@ This file knows nothing of the model: `model/deepseek.py` brings the stages.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from maxds import host
 from maxds.params import Exchange, summed
 from maxds.quantize import slots, with_slots
 
@@ -169,29 +170,30 @@ def recompute_nothing(primitive, *avals, **params) -> bool:
 # ------------------------------------------------------------------------------------ batch split
 
 
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Tape:
-    """What one layer hands from its forward to its backward pass: nothing else is kept."""
+Tape = list[dict[str, Tree]]
+"""What one layer hands from its forward to its backward pass, by microbatch and by the names of config.
 
-    inputs: dict[str, Microbatches]  # of stages; the replay of the stage before brings what is not here
-    kept: dict[str, list[dict[str, Tree]]]  # of each stage, by microbatch
+Nothing else is kept: the replay of a stage brings the input of the next one, where that is not here.
+"""
 
-    def named(self, microbatch: int) -> dict[str, Tree]:
-        """What is here of a microbatch, by the names of config."""
-        inputs = {input_name(stage): xs[microbatch] for stage, xs in self.inputs.items()}
-        return inputs | _merged(self, microbatch)
 
-    def only(self, names: Sequence[str]) -> "Tape":
-        """Without what is not named."""
-        inputs = {stage: xs for stage, xs in self.inputs.items() if input_name(stage) in names}
-        kept = {s: [{n: v for n, v in k.items() if n in names} for k in by] for s, by in self.kept.items()}
-        return Tape(inputs, kept)
+def only(tape: Tape, names: Collection[str]) -> Tape:
+    """A tape without what is not named."""
+    return [{name: value for name, value in of.items() if name in names} for of in tape]
 
-    def joined(self, other: "Tape") -> "Tape":
-        """With what another one of the same layer has."""
-        kept = {s: [k | more for k, more in zip(by, other.kept[s], strict=True)] for s, by in self.kept.items()}
-        return Tape(self.inputs | other.inputs, kept)
+
+def joined(tape: Tape, more: Tape) -> Tape:
+    """A tape with what another one of the same layer has, too; of what both have, that."""
+    return [of | of_more for of, of_more in zip(tape, more, strict=True)]
+
+
+def written(room: Tape, turn: jax.Array | int, tape: Tape) -> Tape:
+    """The tapes of all turns, stacked, with what they have room for of that of one turn."""
+    own = only(room, tape[0])
+    new = jax.tree.map(
+        lambda stack, a: lax.dynamic_update_index_in_dim(stack, a, turn, 0), own, host.put_as(only(tape, own[0]), own)
+    )
+    return joined(room, new)
 
 
 def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[int]) -> Microbatches:
@@ -209,21 +211,39 @@ def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[i
     return xs
 
 
-def forward(layer: Layer, w: Tree, given: list[Given], xs: Microbatches) -> tuple[Microbatches, Tape]:
-    """One layer. Enters with the combine of microbatch b pending, and leaves so."""
-    inputs, kept = {}, {stage.name: [{}, {}] for stage in layer.stages}
+def forward(
+    layer: Layer, w: Tree, given: list[Given], xs: Microbatches, room: Tape, turn: jax.Array | int
+) -> tuple[Microbatches, Tape, Tape]:
+    """One layer. Enters with the combine of microbatch b pending, and leaves so.
+
+    Args:
+      room: of all turns, for what is kept in host memory. What is known before the last stage has arrived there when a
+        enters that: the rounds of its experts are a loop with collectives, which on TPU no transfer crosses.
+      turn: of the layer.
+
+    Returns:
+      The microbatches, the layer's tape, and the room, with what it is for.
+    """
+    tape: Tape = [{}, {}]
 
     def run(stage: Stage, i: int, x: Tree) -> Tree:
-        y, kept[stage.name][i] = stage(w[stage.name], x, given[i])
+        y, kept = stage(w[stage.name], x, given[i])
+        tape[i].update(kept)
         return y
+
+    def through(stage: Stage, xs: Microbatches) -> Microbatches:
+        for of, x in zip(tape, xs, strict=True):
+            of[input_name(stage.name)] = x
+        return stagger(functools.partial(run, stage), [stage.enter(x) for x in xs], (0, 1))
 
     a, b = xs
     xs = [a, layer.combine(b)]  # b's combine travels while a attends
-    for stage in layer.stages:
-        inputs[stage.name] = xs
-        xs = stagger(functools.partial(run, stage), [stage.enter(x) for x in xs], (0, 1))
-    a, b = xs
-    return [layer.combine(a), b], Tape(inputs, kept)
+    for stage in layer.stages[:-1]:
+        xs = through(stage, xs)
+    early = set(tape[0])
+    xs[0], room = lax.optimization_barrier((xs[0], written(room, turn, tape)))
+    a, b = through(layer.stages[-1], xs)
+    return [layer.combine(a), b], tape, written(room, turn, only(tape, tape[0].keys() - early))
 
 
 def backward(
@@ -238,40 +258,40 @@ def backward(
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
     Args:
-      tapes: of the layer, and what is on its way from host memory of that of the layer below. That is due when b's last
-        stage is pulled back. First stages still need what it replaces: so it has memory of its own, and can come early.
+      tapes: of the layer, and what is on its way from host memory of that of the layer below. That is due before b's
+        last stage is pulled back, whose rounds no transfer crosses on TPU. First stages still need what it replaces: so
+        it has memory of its own, and can come early.
 
     Returns:
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived.
     """
     tape, below = tapes
-    last = len(layer.stages) - 1
+    stages, last = layer.stages, len(layer.stages) - 1
     enters, pulls, dws = {}, {}, [{}, {}]
 
     def enter(n: int, i: int, x: Tree) -> Tree:
         """What the stage before gives stage n of microbatch i -> what that computes with."""
-        x, enters[n, i] = jax.vjp(layer.stages[n].enter, x)
+        x, enters[n, i] = jax.vjp(stages[n].enter, x)
         return x
 
     def spread(i: int, dy: Tree) -> Tree:
         """What has arrived of the cotangent of microbatch i -> that of what its last stage gave."""
-        return layer.spread(_merged(tape, i), dy)
+        return layer.spread(tape[i], dy)
 
     def replay(n: int, i: int, x: Tree) -> Tree:
         """Stage n of microbatch i -> what it gives the next one: kept, or computed again."""
-        stage = layer.stages[n]
-        fn = functools.partial(stage, given=given[i], kept=tape.kept[stage.name][i])
-        own = w[stage.name]
+        fn = functools.partial(stages[n], given=given[i], kept=tape[i])
+        own = w[stages[n].name]
         y, pulls[n, i] = jax.vjp(lambda s, x: fn(with_slots(own, s), x)[0], slots(own), x)
-        return tape.inputs[layer.stages[n + 1].name][i] if n < last and layer.stages[n + 1].name in tape.inputs else y
+        return y if n == last else tape[i].get(input_name(stages[n + 1].name), y)
 
     def pull(n: int, i: int, dy: Tree) -> Tree:
         if n < last:
             (dy,) = enters[n + 1, i](dy)
-        dws[i][layer.stages[n].name], dx = pulls[n, i](dy)
+        dws[i][stages[n].name], dx = pulls[n, i](dy)
         return dx
 
-    a, b = tape.inputs[layer.stages[0].name]
+    a, b = (of[input_name(stages[0].name)] for of in tape)
     da, db = dxs[0], layer.uncombine(dxs[1])
     b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
     db = spread(1, db)
@@ -281,10 +301,10 @@ def backward(
     for n in range(1, last):
         a = replay(n, 0, enter(n, 0, a))
     replay(last, 1, enter(last, 1, b))
-    a, da, db = lax.optimization_barrier((a, da, db))
+    a, da, db, below = lax.optimization_barrier((a, da, db, below))
     a, da = enter(last, 0, a), layer.uncombine(da)
     db = pull(last, 1, db)
-    a, da, db, below = lax.optimization_barrier((a, da, db, below))
+    a, da, db = lax.optimization_barrier((a, da, db))
     replay(last, 0, a)
     dxs = [pull(last, 0, spread(0, da)), db]
     for n in reversed(range(last)):
@@ -301,8 +321,8 @@ def batch_split(members: Sequence[Member], keep: Sequence[str], offload: Sequenc
     split = _Split(members, keep, offload)
 
     @jax.custom_vjp
-    def run(params, so_far, given, xs, contexts):
-        return split.forward(params, so_far, given, xs, contexts)[0]
+    def run(params, so_far, given, xs, contexts):  # without gradients: nothing is to be sent to host memory
+        return dataclasses.replace(split, offload=()).forward(params, so_far, given, xs, contexts)[0]
 
     run.defvjp(split.forward, split.backward)
     return run
@@ -325,10 +345,10 @@ class _Split:
         i, m = self.nearest(stored, i, m)
         return _gather(self.members[m].first, stored[m], i)
 
-    def fetch(self, stored, offloaded, i, m):
+    def fetch(self, stored, rooms, i, m):
         """What is in host memory of a layer's tape."""
         i, m = self.nearest(stored, i, m)
-        return _moved(at(offloaded[m], i), jax.memory.Space.Device)
+        return host.to_device(at(rooms[m], i))
 
     def nearest(self, stored, i, m):
         """Turn and member of a layer; of the nearest one where there is none."""
@@ -336,35 +356,52 @@ class _Split:
         return jnp.clip(i + turn, 0, _turns(stored) - 1), m
 
     def kept(self, member, tape):
-        """What of a tape is to be kept, in the device's memory and in its host's."""
-        names = {input_name(member.layer.stages[0].name), *member.layer.always, *self.keep} - set(self.offload)
-        return tape.only(names), _moved(tape.only(self.offload), jax.memory.Space.Host)
+        """What of a tape is to be kept in the device's memory."""
+        return only(tape, {input_name(member.layer.stages[0].name), *member.layer.always, *self.keep} - {*self.offload})
+
+    def rooms(self, stored, given, xs, contexts):
+        """By member, room for what all turns keep in host memory; but numbers stay in the device's."""
+        if not self.offload:
+            return [[{}, {}] for _ in self.members]
+
+        def tape(m):
+            w = self.gather_first(stored, 0, m) | _gather(self.members[m].rest, stored[m], 0)
+            found = forward(self.members[m].layer, w, _givens(given[m], 0, contexts), xs, [{}, {}], 0)[1]
+            return only(found, self.offload)
+
+        def of_all_turns(a):
+            zeros = jnp.zeros((_turns(stored), *a.shape), a.dtype)
+            return jax.device_put(zeros, host.HOST) if a.ndim else zeros
+
+        found = [jax.eval_shape(functools.partial(tape, m)) for m in range(len(self.members))]
+        return jax.tree.map(of_all_turns, found)
 
     def forward(self, params, so_far, given, xs, contexts):
         """Returns what `run` does, and all that `backward` needs."""
         stored = _stored(self.members, params)
 
         def one_turn(carry, i):
-            xs, w = carry
-            tapes, seen = [], []
+            xs, w, rooms = carry
+            rooms, tapes, seen = list(rooms), [], []
             for m, member in enumerate(self.members):
                 w = w | _gather(member.rest, stored[m], i)
                 ahead = self.gather_first(stored, i, m + 1)
-                xs, tape = forward(member.layer, w, [Given(at(given[m], i), c) for c in contexts], xs)
-                seen.append(member.layer.observe([_merged(tape, b) for b in range(len(xs))]))
+                xs, tape, rooms[m] = forward(member.layer, w, _givens(given[m], i, contexts), xs, rooms[m], i)
+                seen.append(member.layer.observe(tape))
                 tapes.append(self.kept(member, tape))
                 w = ahead
-            return (xs, w), (tapes, seen)
+            return (xs, w, rooms), (tapes, seen)
 
         ends = self.members[0].layer
-        start = [xs[0], ends.pending(xs[1])], self.gather_first(stored, 0, 0)
-        (xs, w), (tapes, seen) = lax.scan(one_turn, start, jnp.arange(_turns(stored)))
-        return ([xs[0], ends.combine(xs[1])], seen), (stored, so_far, given, contexts, w, tapes)
+        xs = [xs[0], ends.pending(xs[1])]
+        start = xs, self.gather_first(stored, 0, 0), self.rooms(stored, given, xs, contexts)
+        (xs, w, rooms), (tapes, seen) = lax.scan(one_turn, start, jnp.arange(_turns(stored)))
+        return ([xs[0], ends.combine(xs[1])], seen), (stored, so_far, given, contexts, w, tapes, rooms)
 
     def backward(self, residuals, cotangents):
         """Returns the gradients of the arguments of `forward`; each layer's is added to those so far as it arrives."""
-        stored, so_far, given, contexts, w, kept = residuals
-        (dxs, _), (tapes, offloaded) = cotangents, zip(*kept, strict=True)
+        stored, so_far, given, contexts, w, tapes, rooms = residuals
+        dxs, _ = cotangents
 
         def one_turn(carry, of_turn):
             dxs, w, fetched, above, shards, grads = carry
@@ -374,9 +411,8 @@ class _Split:
                 w_below = self.gather_first(stored, i, m - 1)
                 grads = self.settle(grads, i, m, shards)  # zeros on the last two layers
                 shards = self.scatter(m + 1, *above)
-                of_layer = [Given(at(given[m], i), c) for c in contexts]
-                pair = tapes[m].joined(fetched), self.fetch(stored, offloaded, i, m - 1)
-                dxs, dws, fetched = backward(member.layer, w, of_layer, pair, dxs)
+                pair = joined(tapes[m], fetched), self.fetch(stored, rooms, i, m - 1)
+                dxs, dws, fetched = backward(member.layer, w, _givens(given[m], i, contexts), pair, dxs)
                 first, rest = (part.total([part.of(d) for d in dws]) for part in (member.first, member.rest))
                 above, w = (first, member.rest.scatter(rest)), w_below
             return (dxs, w, fetched, above, shards, grads), None
@@ -384,7 +420,7 @@ class _Split:
         if len(self.members) > 1:  # else these are what `forward` has gathered last
             w = self.gather_first(stored, _turns(stored), -1)
         begun = [m.exchange.begin(own) for m, own in zip(self.members, so_far, strict=True)]
-        start = list(dxs), w, self.fetch(stored, offloaded, _turns(stored), -1), *self.none_yet(stored), begun
+        start = list(dxs), w, self.fetch(stored, rooms, _turns(stored), -1), *self.none_yet(stored), begun
         turns = tapes, jnp.arange(_turns(stored))
         (dxs, *_, above, shards, grads), _ = lax.scan(one_turn, start, turns, reverse=True)
         grads = self.settle(self.settle(grads, 0, -1, shards), 0, -2, self.scatter(0, *above))
@@ -421,9 +457,9 @@ def _gather(part: Exchange, stored: Tree, i: jax.Array | int) -> Tree:
     return part.gather(*(at(part.of(tree), i) for tree in stored))
 
 
-def _moved(tree: Tree, space: Any) -> Tree:
-    """In host or device memory."""
-    return jax.tree.map(lambda a: jax.device_put(a, space), tree)
+def _givens(stacked: Tree, i: jax.Array | int, contexts: Sequence[Tree]) -> list[Given]:
+    """What layer `i` is given, by microbatch."""
+    return [Given(at(stacked, i), context) for context in contexts]
 
 
 def _turns(stacked: Tree) -> int:
@@ -434,10 +470,6 @@ def _turns(stacked: Tree) -> int:
 def _zeros_of(fn: Callable, *args: Tree) -> Tree:
     """Zeros, as what the function would return."""
     return jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), jax.eval_shape(fn, *args))
-
-
-def _merged(tape: Tape, microbatch: int) -> dict[str, Tree]:
-    return {name: value for by in tape.kept.values() for name, value in by[microbatch].items()}
 
 
 def at(stacked: Tree, i: jax.Array | int) -> Tree:

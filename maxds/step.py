@@ -321,7 +321,7 @@ class Stepper:
         layers["moe_layers"] += model.num_nextn_predict_layers
         total: dict[str, int] = dict.fromkeys(STAGE_NAMES, 0)
         for stack, tapes in found.items():
-            for name, value in (item for tape in tapes for item in tape.named(0).items()):
+            for name, value in (item for tape in tapes for item in tape[0].items()):
                 if name in total:
                     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(value))
                     total[name] += layers[stack] * self.network.microbatches * size

@@ -165,25 +165,25 @@ def of_each_microbatch(c=MODEL):
     """What a layer keeps whatever config says; and what of it each name adds."""
     b, s, k = 1, tiny.LENGTH, c.num_experts_per_tok
     always = {
-        "inputs.attention.{}.h": ("float32", b, s, c.hidden_size),
-        "inputs.attention.{}.balance": ("float32",),
-        "kept.dispatch.{}.routing.0": ("int32", b * s * k),  # chosen
-        "kept.dispatch.{}.routing.1.order": ("int32", 2 * b * s * k),  # of the two devices along `expert`
-        "kept.dispatch.{}.routing.1.slots": ("int32", 2 * b * s * k),
-        "kept.dispatch.{}.routing.1.sizes": ("int32", c.n_routed_experts // 2),
-        "kept.dispatch.{}.routing.1.most": ("int32",),
-        "kept.dispatch.{}.routing.2": ("float32", b, c.n_routed_experts),  # what the balance loss has counted
+        "{}.attention_input.h": ("float32", b, s, c.hidden_size),
+        "{}.attention_input.balance": ("float32",),
+        "{}.routing.0": ("int32", b * s * k),  # chosen
+        "{}.routing.1.order": ("int32", 2 * b * s * k),  # of the two devices along `expert`
+        "{}.routing.1.slots": ("int32", 2 * b * s * k),
+        "{}.routing.1.sizes": ("int32", c.n_routed_experts // 2),
+        "{}.routing.1.most": ("int32",),
+        "{}.routing.2": ("float32", b, c.n_routed_experts),  # what the balance loss has counted
     }
     named = {
         "attention": {
-            "kept.attention.{}.attention.0": ("float32", b, c.num_attention_heads, s, c.v_head_dim),
-            "kept.attention.{}.attention.1": ("float32", b, c.num_attention_heads, s),  # log-sum-exp
+            "{}.attention.0": ("float32", b, c.num_attention_heads, s, c.v_head_dim),
+            "{}.attention.1": ("float32", b, c.num_attention_heads, s),  # log-sum-exp
         },
         "dispatch_input": {
-            "inputs.dispatch.{}.h": ("float32", b, s, c.hidden_size),
-            "inputs.dispatch.{}.balance": ("float32",),
+            "{}.dispatch_input.h": ("float32", b, s, c.hidden_size),
+            "{}.dispatch_input.balance": ("float32",),
         },
-        "expert_up": {"kept.experts.{}.expert_up": ("float32", rows(), 2 * c.moe_intermediate_size)},
+        "expert_up": {"{}.expert_up": ("float32", rows(), 2 * c.moe_intermediate_size)},
     }
     return always, named
 
@@ -198,8 +198,8 @@ def test_a_layer_keeps_exactly_what_config_names(monkeypatch, keep):
 
 def tape(monkeypatch, config):
     """What a layer keeps: path -> (dtype, *shape)."""
-    tapes, only = [], schedule.Tape.only
-    monkeypatch.setattr(schedule.Tape, "only", lambda *args: tapes.append(only(*args)) or tapes[-1])
+    tapes, kept = [], schedule._Split.kept
+    monkeypatch.setattr(schedule._Split, "kept", lambda *args: tapes.append(kept(*args)) or tapes[-1])
     stepper = tiny.stepper(config)
     jax.eval_shape(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
     return {params.name(path): (leaf.dtype.name, *leaf.shape) for path, leaf in jax.tree.leaves_with_path(tapes[0])}
@@ -208,9 +208,9 @@ def tape(monkeypatch, config):
 def test_a_layer_with_an_indexer_also_keeps_a_bit_for_each_pair_of_tokens_and_its_loss(monkeypatch):
     found = tape(monkeypatch, tiny.config(SPARSE, "batch_split", (2, 2, 2), keep=()))
     own = {
-        "inputs.attention.{}.indexer": ("float32",),
-        "kept.attention.{}.selection.0": ("uint8", 1, tiny.LENGTH, -(-tiny.LENGTH // 8)),
-        "kept.attention.{}.selection.1": ("float32",),
+        "{}.attention_input.indexer": ("float32",),
+        "{}.selection.0": ("uint8", 1, tiny.LENGTH, -(-tiny.LENGTH // 8)),
+        "{}.selection.1": ("float32",),
     }
     expected = of_each_microbatch(SPARSE)[0] | own
     assert found == {name.format(m): shape for name, shape in expected.items() for m in range(2)}
@@ -233,6 +233,25 @@ def test_what_is_offloaded_goes_to_host_memory_and_comes_back():
         moves = [eqn for name, eqn, _ in jaxprs.equations(jaxpr) if name == "device_put"]
         assert [set(eqn.params["devices"]) for eqn in moves] == [{space}] * 6  # per microbatch: output, lse, up
         assert not any(name == "device_put" for name, _, _ in jaxprs.equations(layers("batch_split")[0]))
+
+
+def test_what_is_offloaded_has_arrived_before_the_last_stage_whose_rounds_no_transfer_crosses():
+    """Numbers stay where they are."""
+    forward, _ = layers("batch_split", offload=("attention_input", "attention", "expert_up"))
+    held = [in_host_memory(eqn) for name, eqn, _ in jaxprs.equations(forward) if name == "optimization_barrier"]
+    assert [n for n in held if n] == [2 * 4]  # per microbatch: input, output, log-sum-exp; room for the up product
+
+
+@pytest.mark.parametrize("kind", ["batch_split", "plain"])
+def test_an_evaluation_sends_nothing_to_host_memory(kind):
+    config = tiny.config(MODEL, kind, (2, 2, 2), offload=("attention_input", "expert_up"))
+    program = jaxprs.live(tiny.stepper(config).eval_step, *tiny.inputs(config))
+    assert not any(in_host_memory(eqn) for _, eqn, _ in jaxprs.equations(program))
+
+
+def in_host_memory(eqn):
+    """How many results of an operation lie there."""
+    return sum(v.aval.memory_space == jax.memory.Space.Host for v in eqn.outvars)
 
 
 @pytest.mark.parametrize(("ici", "dcn"), [("float32", "float32"), ("bfloat16", "float32"), ("float32", "bfloat16")])

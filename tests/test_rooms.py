@@ -21,7 +21,7 @@ ORDER = """lines command section architecture config nodes loader mesh quantize 
     hf hf.files hf.quantized hf.table hf.v4 hf.settings convert
     compile cluster jobset launch trial doctor""".split()
 # Less than the order would allow.
-ONLY = {"flops": {"architecture"}, "quantize": set(), "schedule": {"quantize", "params"}}
+ONLY = {"flops": {"architecture"}, "quantize": set(), "schedule": {"host", "quantize", "params"}}
 MODULES = {
     ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
     for path in sorted(PACKAGE.rglob("*.py"))

@@ -215,9 +215,8 @@ class Network:
     def _tape(self, member: schedule.Member, stacked: Tree, given: Tree, x: Stream, context: Context) -> schedule.Tape:
         shards, of_layer = schedule.at((stacked, given), 0)
         w = member.exchange.gather(shards, member.exchange.quantize(shards))
-        return schedule.forward(member.layer, w, [schedule.Given(of_layer, context)] * 2, [x, member.layer.pending(x)])[
-            1
-        ]
+        xs, given = [x, member.layer.pending(x)], [schedule.Given(of_layer, context)] * 2
+        return schedule.forward(member.layer, w, given, xs, [{}, {}], 0)[1]
 
     def context(self, batch: dict) -> Context:
         """What the layers are given of a microbatch."""
