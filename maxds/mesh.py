@@ -28,15 +28,13 @@ BATCH = PartitionSpec(AXES)
 SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_parallel`
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
-# and copies do not, for they would wait there for gathers. Fusions may use 64 MiB of VMEM. Host transfers begin early,
-# for the compiler is told that they are slow.
+# and copies do not, for they would wait there for gathers. Fusions may use 64 MiB of VMEM.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
 }
 _ALSO = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
-    "xla_tpu_pcie_bandwidth_multiplier": "0.14",
     "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
 }
 _COMPILER_OPTIONS = {
@@ -44,8 +42,15 @@ _COMPILER_OPTIONS = {
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
     "TPU7x": _SPARSE_CORE | _ALSO,
 }
-# Of a schedule that moves host transfers to another layer itself: the compiler would make every layer's program twice.
-_BY_SCHEDULE = {"batch_split": {"xla_tpu_pipeline_memory_host_transfers": "false"}, "plain": {}}
+# Host transfers begin early, for the compiler is told that they are slow. `batch_split` moves them to another layer
+# itself: the compiler would make every layer's program twice.
+_BY_SCHEDULE = {
+    "batch_split": {
+        "xla_tpu_pcie_bandwidth_multiplier": "0.14",
+        "xla_tpu_pipeline_memory_host_transfers": "false",
+    },
+    "plain": {"xla_tpu_pcie_bandwidth_multiplier": "0.002"},
+}
 
 _TRIM_THRESHOLD, _MMAP_MAX = -1, -4  # what glibc's malloc.h calls M_...
 

@@ -109,11 +109,12 @@ def test_the_environment_says_whether_there_are_other_processes(environment, sev
 
 def test_compiler_options_are_those_of_device_and_schedule_as_the_config_changes_them():
     offload = "xla_tpu_enable_sparse_core_collective_offload_all_gather"
-    pipelines = "xla_tpu_pipeline_memory_host_transfers"
+    pipelines, slow = "xla_tpu_pipeline_memory_host_transfers", "xla_tpu_pcie_bandwidth_multiplier"
     assert mesh.compiler_options("cpu", "batch_split") == {}
     assert mesh.compiler_options("cpu", "plain", ("xla_a=false", "xla_b=2")) == {"xla_a": False, "xla_b": "2"}
     split, plain = (mesh.compiler_options("TPU v5", schedule) for schedule in ("batch_split", "plain"))
-    assert split == plain | {pipelines: False} and split[offload] is True and pipelines not in plain
+    assert split == plain | {pipelines: False, slow: split[slow]} and split[offload] is True and pipelines not in plain
+    assert float(split[slow]) > float(plain[slow])
     changed = mesh.compiler_options("TPU v5", "plain", ("xla_a=1", f"{offload}="))
     assert changed["xla_a"] == "1" and offload not in changed
 
