@@ -42,13 +42,10 @@ _COMPILER_OPTIONS = {
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
     "TPU7x": _SPARSE_CORE | _ALSO,
 }
-# Host transfers begin early, for the compiler is told that they are slow. `batch_split` moves them to another layer
-# itself: the compiler would make every layer's program twice.
+# `batch_split` moves host transfers to another layer itself: the compiler would make every layer's program twice. Those
+# of `plain` begin early, for the compiler is told that they are slow.
 _BY_SCHEDULE = {
-    "batch_split": {
-        "xla_tpu_pcie_bandwidth_multiplier": "0.14",
-        "xla_tpu_pipeline_memory_host_transfers": "false",
-    },
+    "batch_split": {"xla_tpu_pipeline_memory_host_transfers": "false"},
     "plain": {"xla_tpu_pcie_bandwidth_multiplier": "0.002"},
 }
 

@@ -60,9 +60,18 @@ class Stage:
             return self.fn(w, x, given, kept)
 
 
+def barrier(x: Tree, y: Tree) -> tuple[Tree, Tree]:
+    """Both: neither can be used before the other is there."""
+    return lax.optimization_barrier((x, y))
+
+
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """A decoder layer, as a schedule sees it."""
+    """A decoder layer, as a schedule sees it.
+
+    `awaited` is a barrier of both, but only of that part of the cotangent that may wait: what is read by loops with
+    collectives (rounds of experts) and by no product before them. TPU's compiler lets no transfer cross such a loop.
+    """
 
     stages: tuple[Stage, ...]
     combine: Callable[[Tree], Tree]  # ends the layer; linear
@@ -70,6 +79,7 @@ class Layer:
     spread: Callable[[dict[str, Tree], Tree], Tree]  # (kept values of one microbatch, what has arrived) -> all of it
     pending: Callable[[Tree], Tree]  # what `combine` turns back into its argument
     observe: Callable[[list[dict[str, Tree]]], Tree]  # metrics read off what the microbatches would keep
+    awaited: Callable[[Tree, Tree], tuple[Tree, Tree]] = barrier  # (cotangent of what its last stage gave, what comes)
     always: tuple[str, ...] = ()  # kept whatever config says: decisions that a replay must not take again
 
 
@@ -258,9 +268,9 @@ def backward(
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
     Args:
-      tapes: of the layer, and what is on its way from host memory of that of the layer below. That is due before b's
-        last stage is pulled back, whose rounds no transfer crosses on TPU. First stages still need what it replaces: so
-        it has memory of its own, and can come early.
+      tapes: of the layer, and what is on its way from host memory of that of the layer below. As a's uncombine, it has
+        the products of b's last stage to hide behind. First stages still need what it replaces: so it has memory of its
+        own, and can come early.
 
     Returns:
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived.
@@ -301,8 +311,9 @@ def backward(
     for n in range(1, last):
         a = replay(n, 0, enter(n, 0, a))
     replay(last, 1, enter(last, 1, b))
-    a, da, db, below = lax.optimization_barrier((a, da, db, below))
+    a, da, db = lax.optimization_barrier((a, da, db))
     a, da = enter(last, 0, a), layer.uncombine(da)
+    db, (da, below) = layer.awaited(db, (da, below))
     db = pull(last, 1, db)
     a, da, db = lax.optimization_barrier((a, da, db))
     replay(last, 0, a)

@@ -113,8 +113,8 @@ def test_compiler_options_are_those_of_device_and_schedule_as_the_config_changes
     assert mesh.compiler_options("cpu", "batch_split") == {}
     assert mesh.compiler_options("cpu", "plain", ("xla_a=false", "xla_b=2")) == {"xla_a": False, "xla_b": "2"}
     split, plain = (mesh.compiler_options("TPU v5", schedule) for schedule in ("batch_split", "plain"))
-    assert split == plain | {pipelines: False, slow: split[slow]} and split[offload] is True and pipelines not in plain
-    assert float(split[slow]) > float(plain[slow])
+    assert (split.pop(pipelines), plain.pop(slow)) == (False, "0.002")
+    assert split == plain and split[offload] is True
     changed = mesh.compiler_options("TPU v5", "plain", ("xla_a=1", f"{offload}="))
     assert changed["xla_a"] == "1" and offload not in changed
 

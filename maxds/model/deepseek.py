@@ -141,6 +141,7 @@ class Network:
             spread=functools.partial(moe.spread, c, capacity),
             pending=functools.partial(moe.pending, c, capacity),
             observe=observe,
+            awaited=moe.awaited,
             always=("selection", "routing"),
         )
 

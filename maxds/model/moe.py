@@ -475,6 +475,15 @@ def spread(c: Model, capacity: float, kept: dict, dy: Summed) -> Computed:
     return jax.vjp(functools.partial(_summed, c), like)[1](dy)[0]
 
 
+def awaited(dy: Computed, coming: Tree) -> tuple[Computed, Tree]:
+    """A barrier of what is on its way and of the cotangent of the stream: rounds after the first read no other.
+
+    The stage gets on with the first round meanwhile.
+    """
+    stream, coming = lax.optimization_barrier((dy.stream, coming))
+    return dataclasses.replace(dy, stream=stream), coming
+
+
 def pending(c: Model, capacity: float, x: Stream) -> Computed:
     """A combine that has nothing to add: `combine(pending(x)) == x`."""
     shards = lax.axis_size("expert")
