@@ -18,6 +18,7 @@ import tiny
 
 from maxds import params, schedule
 from maxds.config import STAGE_NAMES, KeptName
+from maxds.model import moe
 
 MODEL = dataclasses.replace(tiny.V3, num_hidden_layers=3, first_k_dense_replace=0, num_nextn_predict_layers=0)
 SPARSE = dataclasses.replace(
@@ -240,6 +241,14 @@ def test_what_is_offloaded_has_arrived_before_the_last_stage_whose_rounds_no_tra
     forward, _ = layers("batch_split", offload=("attention_input", "attention", "expert_up"))
     held = [in_host_memory(eqn) for name, eqn, _ in jaxprs.equations(forward) if name == "optimization_barrier"]
     assert [n for n in held if n] == [2 * 4]  # per microbatch: input, output, log-sum-exp; room for the up product
+
+
+def test_the_first_round_of_experts_does_not_wait_for_what_is_on_its_way():
+    stream, rows, coming = (jax.ShapeDtypeStruct((n,), "float32") for n in (1, 2, 3))
+    program = jax.make_jaxpr(moe.awaited)(moe.Computed(stream, rows, None), coming).jaxpr
+    assert [(e.primitive.name, e.invars) for e in program.eqns] == [
+        ("optimization_barrier", [program.invars[0], program.invars[2]])
+    ]
 
 
 @pytest.mark.parametrize("kind", ["batch_split", "plain"])
