@@ -11,6 +11,7 @@ import operator
 import typing
 
 import jax
+import jax.numpy as jnp
 import jaxprs
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import tiny
 
 from maxds import params, schedule
 from maxds.config import STAGE_NAMES, KeptName
-from maxds.model import moe
+from maxds.model import moe, ops
 
 MODEL = dataclasses.replace(tiny.V3, num_hidden_layers=3, first_k_dense_replace=0, num_nextn_predict_layers=0)
 SPARSE = dataclasses.replace(
@@ -435,3 +436,15 @@ def test_plain_that_keeps_everything_keeps_no_weight():
 def test_plain_gathers_weights_again_for_the_backward_pass(keep):
     forward, backward = (collectives(jaxpr) for jaxpr in layers("plain", keep=keep))
     assert forward["all_gather", "fsdp"] == backward["all_gather", "fsdp"] == len(SPLIT)
+
+
+def test_the_head_multiplies_what_it_is_made_of_and_never_float32():
+    h, head, targets = jnp.ones((8, 4), jnp.bfloat16), jnp.ones((4, 16), jnp.bfloat16), jnp.zeros(8, jnp.int32)
+
+    def loss(h, head):
+        return ops.cross_entropy(h, head, targets, (1.0, 0.0), 4)[0]
+
+    traced = jaxprs.live(jax.grad(loss, (0, 1)), h, head)
+    products = [e for name, e, _ in jaxprs.equations(traced) if name == "dot_general"]
+    assert len(products) == 3
+    assert {v.aval.dtype for e in products for v in e.invars} == {jnp.dtype(jnp.bfloat16)}
