@@ -5,17 +5,18 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 
 | kernel         | CPU                        | GPU                        | TPU                                       |
 |----------------|----------------------------|----------------------------|-------------------------------------------|
-| attention      | XLA, by spans of queries   | XLA, by spans of queries   | our own, in rows of n 128                 |
+| attention      | XLA, by spans of queries   | tokamax's [2]; else: XLA   | our own, in rows of n 128                 |
 | to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024                |
 | to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | our own, in rows of n 128 [1]             |
-| grouped matmul | a loop over blocks of rows | `lax.ragged_dot`           | `lax.ragged_dot`                          |
+| grouped matmul | a loop over blocks of rows | JAX's [2]; else: XLA       | `lax.ragged_dot`                          |
 | gated rows     | XLA                        | XLA                        | our own, of n 128 rows and columns        |
 | summed scores  | XLA, head by head          | XLA, head by head          | our own, of blocks of queries             |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
 [1] windows of up to 512, up to 16,384 entries of heads of 512, and n 1024 where some are selected; others by XLA.
+[2] on Hopper (H100, H200), in bfloat16, of n 128 rows and columns.
 
-On CPU, `lax.ragged_dot` multiplies every row by every group, so its cost grows with the number of experts.
+On CPUs and GPUs XLA's `lax.ragged_dot` multiplies every row by every group: its cost grows with the number of experts.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
 
-from maxds.model import ops, scores, sparse, sparsecores
+from maxds.model import hopper, ops, scores, sparse, sparsecores
 from maxds.model.tiles import causal, gates, sums
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Tree, quantize
 
@@ -49,6 +50,11 @@ def _device_kind() -> str:
 def is_tpu() -> bool:
     """Whether the program is traced for TPU."""
     return "TPU" in _device_kind()
+
+
+def is_hopper() -> bool:
+    """Whether the program is traced for a GPU of `hopper`."""
+    return _device_kind().startswith(hopper.KINDS)
 
 
 # -------------------------------------------------------------------------------------- attention
@@ -107,6 +113,9 @@ def _attention(scored, q, k, v, sight, kept):
         return out, lse, top if scored else None
     if sight.selected is not None:
         return sparse.attend(q, k, v, sight.selected, scored)
+    if _is_for_hopper(q, v):
+        out, lse, top = hopper.attend(q, k, v, sight.segments)
+        return out, lse, top if scored else None
     return _attend(q, k, v, sight.segments, scored)
 
 
@@ -123,6 +132,8 @@ def _attention_backward(_scored, residuals, cotangents):
         found = causal.attend_backward(q, k, v, sight, (out, lse), dout)
     elif sight.selected is not None:
         found = sparse.attend_backward(q, k, v, sight.selected, (out, lse), dout)
+    elif _is_for_hopper(q, v):
+        found = hopper.attend_backward(q, k, v, sight.segments, (out, lse), dout)
     else:
         found = _attend_backward(q, k, v, sight.segments, (out, lse), dout)
     return *found, None, jax.tree.map(jnp.zeros_like, kept)
@@ -133,6 +144,10 @@ _attention.defvjp(_attention_forward, _attention_backward)
 
 def _is_for_tiles(q: jax.Array, sight: causal.Sight) -> bool:
     return is_tpu() and causal.can_attend(q.shape[2], selected=sight.selected is not None)
+
+
+def _is_for_hopper(q: jax.Array, v: jax.Array) -> bool:
+    return is_hopper() and hopper.can_attend(q, v)
 
 
 @flax.struct.dataclass
@@ -341,7 +356,7 @@ def _grouped_matmul(x, w, sizes, kept):
 
 def _grouped_matmul_backward(residuals, dy):
     x, w, sizes, kept = residuals
-    dx = _multiply(dy, w.swapaxes(1, 2), sizes, dy.dtype)
+    dx = _multiply(dy, w, sizes, dy.dtype, True)
     dw = _multiply_transposed(x, dy, sizes, dy.dtype)
     return dx, dw, None, jax.tree.map(jnp.zeros_like, kept)
 
@@ -349,9 +364,12 @@ def _grouped_matmul_backward(residuals, dy):
 _grouped_matmul.defvjp(lambda *args: (_grouped_matmul(*args), args), _grouped_matmul_backward)
 
 
-@functools.partial(jax.jit, inline=False, static_argnums=3)
-def _multiply(x, w, sizes, dtype):
-    """[R I], [G I O] -> [R O] of `dtype`."""
+@functools.partial(jax.jit, inline=False, static_argnums=(3, 4))
+def _multiply(x, w, sizes, dtype, transposed=False):
+    """[R I], [G I O], or if `transposed` [G O I] -> [R O] of `dtype`."""
+    if _multiplies_on_hopper(dtype, len(x), *w.shape[1:]):
+        return hopper.multiply(x.astype(dtype), w.astype(dtype), sizes, transposed=transposed)
+    w = w.swapaxes(1, 2) if transposed else w
     by_blocks = functools.partial(_multiply_by_blocks, dtype=dtype)
     ragged = functools.partial(lax.ragged_dot, preferred_element_type=dtype)
     return lax.platform_dependent(x, w, sizes, cpu=by_blocks, default=ragged)
@@ -360,6 +378,8 @@ def _multiply(x, w, sizes, dtype):
 @functools.partial(jax.jit, inline=False, static_argnums=3)
 def _multiply_transposed(x, dy, sizes, dtype):
     """[R I], [R O] -> [G I O] of `dtype`: the sum of the outer products of each group's rows."""
+    if _multiplies_on_hopper(dtype, len(x), x.shape[1], dy.shape[1]):
+        return hopper.multiply_transposed(x.astype(dtype), dy.astype(dtype), sizes)
 
     def ragged(x, dy, sizes):
         numbers = lax.RaggedDotDimensionNumbers(((((0,), (0,)), ((), ()))), (0,), ())
@@ -367,6 +387,11 @@ def _multiply_transposed(x, dy, sizes, dtype):
 
     by_blocks = functools.partial(_multiply_transposed_by_blocks, dtype=dtype)
     return lax.platform_dependent(x, dy, sizes, cpu=by_blocks, default=ragged)
+
+
+def _multiplies_on_hopper(dtype, *sides):
+    """Float8 values too: bfloat16 holds them as they are, and these kernels have no products of them."""
+    return is_hopper() and hopper.can_multiply(dtype, *sides)
 
 
 @jax.custom_vjp
@@ -387,7 +412,7 @@ def _grouped_matmul_float8_backward(residuals, dy):
     x, w, sizes, kept = residuals
     inside = jnp.arange(len(dy))[:, None] < jnp.sum(sizes)  # rows of no group hold anything, and must not set scales
     for_x, for_w = quantize(dy, BACKWARD, over=(1,)), quantize(jnp.where(inside, dy * x.scale, 0), BACKWARD, over=(0,))
-    dx = _multiply(for_x.qvalue, w.qvalue.swapaxes(1, 2), sizes, dy.dtype)
+    dx = _multiply(for_x.qvalue, w.qvalue, sizes, dy.dtype, True)
     dx *= for_x.scale * _of_rows(w.scale, sizes, len(dy))
     dw = _multiply_transposed(x.qvalue, for_w.qvalue, sizes, dy.dtype) * for_w.scale
     return dx, Quantized(None, dw), None, jax.tree.map(jnp.zeros_like, kept)
