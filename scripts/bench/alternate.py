@@ -21,6 +21,10 @@ def tokens(batch: int, length: int, vocab: int) -> np.ndarray:
     return np.random.default_rng(0).integers(0, vocab, (batch, length + 1), dtype=np.int32)
 
 
+class EndedError(RuntimeError):
+    """A worker ended before it was ready."""
+
+
 class Worker:
     """A process that takes steps when told to. It is made once it is ready: compiling must not slow another's."""
 
@@ -36,7 +40,7 @@ class Worker:
         )
         while (line := self.process.stdout.readline()) != "ready\n":
             if not line:
-                raise RuntimeError(f"{' '.join(self.process.args)} ended before it was ready")
+                raise EndedError(f"{' '.join(self.process.args)} ended before it was ready")
 
     def step(self) -> tuple[float, ...]:
         self.process.stdin.write("step\n")

@@ -26,7 +26,8 @@ def main(arguments: str) -> None:
     torch.manual_seed(0)
     a = json.loads(arguments)
     device, dtype = "cpu" if a["on_cpu"] else "cuda", getattr(torch, a["dtype"])
-    net = model(a["model"], a["experts"], a["attention"]).to(device)
+    with torch.device(device):
+        net = model(a["model"], a["experts"], a["attention"])
     forward = torch.compile(net) if a["compile"] else net
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.from_numpy(alternate.tokens(a["batch"], a["length"], a["model"]["vocab_size"])).long().to(device)
