@@ -52,11 +52,11 @@ def attend(q: Array, k: Array, v: Array, segments: Array) -> tuple[Array, Array,
         rescale_threshold=1.0,
         config=sm90.Config(block_q=64, block_kv=128, num_stages=2),
     )
-    q, k, v = map(_heads_last, (q, k, v))
+    q, k, v = map(_turned, (q, k, v))
     with jax.numpy_dtype_promotion("standard"):
         of_rows: Any = jax.vmap(lambda q, k, v, first: run(q, k, v, k_start=first))
         out, (top, total) = of_rows(q, k, v, _first_keys(segments))
-    return _heads_first(out), top + jnp.log(total), top
+    return _turned(out), top + jnp.log(total), top
 
 
 def attend_backward(
@@ -66,7 +66,7 @@ def attend_backward(
     from tokamax._src.ops.attention import pallas_mosaic_gpu_vjp_kernel_sm90 as sm90  # pyright: ignore
 
     kept_out, lse = kept
-    q, k, v, out, dout = map(_heads_last, (q, k, v, kept_out, dout))
+    q, k, v, out, dout = map(_turned, (q, k, v, kept_out, dout))
     run = functools.partial(
         sm90.flash_attention_vjp_kernel,
         bias=None,
@@ -85,16 +85,13 @@ def attend_backward(
 
     with jax.numpy_dtype_promotion("standard"):
         found = jax.vmap(of_row)(q, k, v, out, dout, lse, _first_keys(segments))
-    dq, dk, dv = map(_heads_first, found)
+    dq, dk, dv = map(_turned, found)
     return dq, dk, dv
 
 
-def _heads_last(x: Array) -> Array:
-    """[B N S H] -> [B S N H]."""
+def _turned(x: Array) -> Array:
+    """[B N S H] -> [B S N H], as these kernels have it, and back."""
     return x.swapaxes(1, 2)
-
-
-_heads_first = _heads_last
 
 
 def _first_keys(segments: Array) -> Array:

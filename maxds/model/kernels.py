@@ -378,7 +378,7 @@ def _multiply(x, w, sizes, dtype, transposed=False):
 @functools.partial(jax.jit, inline=False, static_argnums=3)
 def _multiply_transposed(x, dy, sizes, dtype):
     """[R I], [R O] -> [G I O] of `dtype`: the sum of the outer products of each group's rows."""
-    if _multiplies_on_hopper(dtype, len(x), x.shape[1], dy.shape[1]):
+    if _multiplies_on_hopper(dtype, *x.shape, dy.shape[1]):
         return hopper.multiply_transposed(x.astype(dtype), dy.astype(dtype), sizes)
 
     def ragged(x, dy, sizes):
