@@ -1,7 +1,9 @@
 """The compiled model is the model of the papers (tests/oracle.py), in values and in gradients."""
 
+import collections
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -57,20 +59,28 @@ def test_logits_are_those_of_the_papers(model):
 
 @every_model
 def test_the_gradient_of_every_weight_is_that_of_the_papers(model):
-    """Along one random direction in each weight: the complex step on one side, the gradient on the other.
+    """Along random directions, each in the weights of one stage: the complex step here, the gradient there.
 
-    The weights of a hyper-connection are moved together: of its gates alone, most is cancelled over the tokens.
+    A weight moves the less, the larger its gradient: so each counts as much as any other of its stage. Those of a
+    hyper-connection are one: of its gates alone, most is cancelled over the tokens.
     """
     config, rng, step = tiny.config(model), np.random.default_rng(3), 1e-30
     coefficients = tiny.stepper(config).network.coefficients()
-    gradients = jax.tree_util.tree_leaves_with_path(tiny.outcome(config).grads)
+    paths, gradients = zip(*jax.tree_util.tree_leaves_with_path(tiny.outcome(config).grads), strict=True)
+    names, norms = [tiny.judged_with(path) for path in paths], collections.Counter()
+    for name, gradient in zip(names, gradients, strict=True):
+        norms[name] = np.hypot(norms[name], np.linalg.norm(gradient))
     leaves, structure = jax.tree.flatten(complex_weights(model))
-    for where, group in itertools.groupby(range(len(leaves)), lambda i: tiny.judged_with(gradients[i][0])):
-        own = {i: gradients[i][1] for i in group}
-        directions = {i: rng.standard_normal(gradient.shape) for i, gradient in own.items()}
-        moved = [leaf + 1j * step * directions[i] if i in own else leaf for i, leaf in enumerate(leaves)]
+    for where, group in itertools.groupby(range(len(leaves)), lambda i: stage(names[i])):
+        directions = {i: rng.standard_normal(leaves[i].shape) / norms[names[i]] for i in group}
+        moved = [leaf + 1j * step * directions[i] if i in directions else leaf for i, leaf in enumerate(leaves)]
         terms, _, _ = evaluate(model, jax.tree.unflatten(structure, moved))
         slope = sum(coefficients[k] * np.imag(value) / step / count for k, (value, count) in terms.items())
-        found = sum(np.vdot(gradient, directions[i]) for i, gradient in own.items())
-        error = abs(found - slope) / np.linalg.norm([np.linalg.norm(gradient) for gradient in own.values()])
+        found = sum(np.vdot(gradients[i], direction) for i, direction in directions.items())
+        error = abs(found - slope) / len({names[i] for i in directions}) ** 0.5
         assert error < 1e-5, (where, error)
+
+
+def stage(weight):
+    """The path of the stage that a weight belongs to; nothing for one of none."""
+    return re.match(r"(.*?\b(attention|mlp|dispatch|experts)\b)?", weight)[0]

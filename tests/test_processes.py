@@ -106,7 +106,7 @@ def test_a_restart_compiles_nothing_that_the_first_start_kept(tmp_path):
     spoken = {"HOME": str(tmp_path), "JAX_LOG_COMPILES": "1", "JAX_EXPLAIN_CACHE_MISSES": "1"}
     found = []
     for _ in range(2):
-        code, _, err = finish(start(tmp_path / "run", "auto", "steps=2", **spoken))
+        code, _, err = finish(start(tmp_path / "run", "auto", *LONG, "steps=2", **spoken))
         assert code == 0, err
         kept = {path.name for path in (tmp_path / ".cache" / "maxds").iterdir()}
         hits, misses = (

@@ -14,53 +14,46 @@ TOLERANCE = 1e-5  # of a gradient's largest number
 KEPT = ("attention", "expert_up", "mlp_up")
 # Without the last layer, which is no whole turn: what the gates of its hyper-connections learn is all but cancelled.
 V4 = dataclasses.replace(tiny.V4, num_hidden_layers=5, compress_ratios=tiny.V4.compress_ratios[:5])
+V2_LITE = dataclasses.replace(tiny.V2_LITE, num_attention_heads=4)  # of which devices can have some each
+CLIP = {"qk_clip": 1.0}
 # What is compared with `plain` on one device, whose terms and gradients test_oracle.py compares with the papers.
 # Every way of saving memory, overflow, accumulation and float8 meet both schedules, each in some model. The models
 # that accumulate come last: their programs are used twice, and few are kept (tiny.loss_and_grads).
 CASES = {
-    # V3: 1 dense layer, 3 MoE and 1 MTP module
-    "plain, nothing recomputed": tiny.config(tiny.V3, "plain", (2, 2, 2), keep=("everything",)),
-    "plain, kept and offloaded": tiny.config(
-        tiny.V3, "plain", (1, 2, 4), keep=KEPT, offload=("attention_input", "dispatch_input")
+    # V3: 1 dense layer, 3 MoE and 1 MTP module; in context parallel a device has 6 or 3 of a sequence's 12 tokens
+    "plain, kept and offloaded, QK-Clip": tiny.config(
+        tiny.FOUR_HEADS, "plain", (1, 2, 4), keep=KEPT, offload=("attention_input", "dispatch_input"), optimizer=CLIP
     ),
-    "split": tiny.config(tiny.V3, "batch_split", (2, 2, 2)),
-    "split, offloaded": tiny.config(
-        tiny.V3, "batch_split", (1, 4, 2), offload=("attention_input", "dispatch_input", *KEPT)
+    "split, offloaded, QK-Clip": tiny.config(
+        tiny.FOUR_HEADS,
+        *("batch_split", (1, 4, 2)),
+        offload=("attention_input", "dispatch_input", *KEPT),
+        optimizer=CLIP,
+    ),
+    "split, context parallel, QK-Clip": tiny.config(
+        tiny.FOUR_HEADS, "batch_split", (2, 2, 2), context_parallel=True, optimizer=CLIP
     ),
     "plain, float8, nothing recomputed": tiny.config(
-        tiny.V3, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
-    ),
-    "split, float8, overflowing": tiny.config(tiny.V3, "batch_split", (2, 2, 2), capacity=0.25, precision=FLOAT8),
-    "split, Engram, overflowing": tiny.config(tiny.ENGRAM, "batch_split", (2, 2, 2), capacity=0.25),
-    # hyper-connections: 1 dense layer, which has an Engram, and 1 MoE
-    "plain, Engram and mHC, nothing recomputed": tiny.config(
-        tiny.ENGRAM_HYPER, "plain", (1, 2, 4), keep=("everything",)
-    ),
-    "split, Engram and mHC": tiny.config(tiny.ENGRAM_HYPER, "batch_split", (1, 4, 2), keep=("attention",)),
-    # hyper-connections, 1 hash layer, and 2 turns of 2 kinds of attention
-    "plain, V4, nothing recomputed": tiny.config(V4, "plain", (1, 2, 2), keep=("everything",)),
-    "split, V4, in 2 parts": tiny.config(V4, "batch_split", (1, 2, 2), optimizer={"accumulate_steps": 2}),
-    # hyper-connections, 1 MoE layer, and 2 MTP modules with indexers
-    "split, V4's MTP": tiny.config(tiny.V4_MTP, "batch_split", (1, 2, 2)),
-    # 1 dense layer, 2 MoE and 1 MTP module
-    "plain, V3.2, nothing recomputed": tiny.config(tiny.V32, "plain", (1, 2, 1), keep=("everything",)),
-    "split, V3.2": tiny.config(tiny.V32, "batch_split", (2, 2, 2)),
-    "split, V3.2, one device, nothing kept, in 2 parts": tiny.config(
-        tiny.V32, "batch_split", keep=(), optimizer={"accumulate_steps": 2}
-    ),
-    # 1 dense layer, 3 MoE and 1 MTP module; of a sequence of 12 tokens a device has 6, or 3
-    "split, context parallel, QK-Clip": tiny.config(
-        tiny.FOUR_HEADS, "batch_split", (2, 2, 2), context_parallel=True, optimizer={"qk_clip": 1.0}
+        tiny.FOUR_HEADS, "plain", (1, 2, 4), keep=("everything",), precision=FLOAT8
     ),
     "split, context parallel, float8, overflowing": tiny.config(
         tiny.FOUR_HEADS, "batch_split", (1, 2, 4), context_parallel=True, capacity=0.25, precision=FLOAT8
     ),
-    # 1 MoE layer, 2 MTP modules
-    "plain, V2-Lite, context parallel, nothing recomputed": tiny.config(
-        dataclasses.replace(tiny.V2_LITE, num_attention_heads=4),
-        *("plain", (1, 2, 4)),
-        context_parallel=True,
-        keep=("everything",),
+    # 2 MoE layers, each with an Engram
+    "plain, Engram, nothing recomputed": tiny.config(tiny.ENGRAM, "plain", (2, 2, 2), keep=("everything",)),
+    # hyper-connections: 1 dense layer, which has an Engram, and 1 MoE
+    "split, Engram and mHC, overflowing": tiny.config(
+        tiny.ENGRAM_HYPER, "batch_split", (1, 4, 2), keep=("attention",), capacity=0.25
+    ),
+    # hyper-connections, 1 MoE layer, and 2 MTP modules with indexers
+    "split, V4's MTP": tiny.config(tiny.V4_MTP, "batch_split", (1, 2, 2)),
+    # hyper-connections, 1 hash layer, and 2 turns of 2 kinds of attention
+    "plain, V4, nothing recomputed": tiny.config(V4, "plain", (1, 2, 2), keep=("everything",)),
+    "split, V4, in 2 parts": tiny.config(V4, "batch_split", (1, 2, 2), optimizer={"accumulate_steps": 2}),
+    # 1 dense layer, 2 MoE and 1 MTP module
+    "plain, V3.2, nothing recomputed": tiny.config(tiny.V32, "plain", (1, 2, 1), keep=("everything",)),
+    "split, V3.2, nothing kept, in 2 parts": tiny.config(
+        tiny.V32, "batch_split", (2, 2, 2), keep=(), optimizer={"accumulate_steps": 2}
     ),
     # 2 dense layers, 2 MoE
     "split, V2, overflowing": tiny.config(tiny.V2, "batch_split", (1, 2, 4), capacity=0.25),
@@ -68,8 +61,14 @@ CASES = {
         tiny.V2, "plain", (1, 4, 2), capacity=0.25, optimizer={"accumulate_steps": 2}
     ),
     # 1 MoE layer, 2 MTP modules
-    "split, V2-Lite": tiny.config(tiny.V2_LITE, "batch_split", (1, 4, 2)),
-    "plain, V2-Lite, in 4 parts": tiny.config(tiny.V2_LITE, "plain", (1, 2, 2), optimizer={"accumulate_steps": 4}),
+    "split, V2-Lite, one device": tiny.config(V2_LITE, "batch_split"),
+    "plain, V2-Lite, context parallel, nothing recomputed, in 4 parts": tiny.config(
+        V2_LITE,
+        *("plain", (1, 2, 4)),
+        context_parallel=True,
+        keep=("everything",),
+        optimizer={"accumulate_steps": 4},
+    ),
 }
 every_case = pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 

@@ -19,6 +19,9 @@ from maxds.model import layout, moe
 
 CONFIG = tiny.config(tiny.V3, "batch_split", (2, 2, 2), optimizer={"skip_spike": 100.0, "clip": None})
 STEPPER = functools.partial(tiny.stepper, CONFIG)
+# For what is the same in every layer: there is less to compile.
+ONE_LAYER = dataclasses.replace(tiny.V3, num_hidden_layers=1, first_k_dense_replace=0, num_nextn_predict_layers=0)
+ONE_LAYER_AND_MTP = dataclasses.replace(ONE_LAYER, num_nextn_predict_layers=1)
 
 
 def train(state, mode=None):
@@ -126,9 +129,9 @@ def test_what_is_not_applied_leaves_the_state_as_it_was():
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(kind):
-    chosen = dataclasses.replace(CONFIG.optimizer, kind=kind)
-    away = dataclasses.replace(CONFIG, optimizer=dataclasses.replace(chosen, state_memory="host"))
-    stepper = tiny.stepper(away)
+    config = tiny.config(ONE_LAYER, "batch_split", (2, 2, 2), optimizer={"kind": kind})
+    away = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, state_memory="host"))
+    stepper, batch = tiny.stepper(away), tiny.inputs(config)[2]
 
     def two_steps(config):
         state = tiny.state(config)
@@ -136,8 +139,7 @@ def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(kind):
             state, _ = tiny.stepper(config).train(state, batch, tiny.stepper(config).training)
         return state
 
-    _, _, batch = tiny.inputs(CONFIG)
-    found, expected = two_steps(away), two_steps(dataclasses.replace(CONFIG, optimizer=chosen))
+    found, expected = two_steps(away), two_steps(config)
     moments = [a for a in jax.tree.leaves(found.opt_state) if a.ndim]
     assert {a.sharding.memory_kind for a in moments} == {host.KIND}
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-8), found, expected)
@@ -157,9 +159,9 @@ def test_a_probe_reports_the_gradient_of_its_term_and_changes_nothing(term):
 
 def test_a_smaller_batch_of_a_ramp_takes_fewer_parts_and_is_what_it_is_alone():
     rows = {name: a[:8] for name, a in tiny.batch().items()}
-    whole = tiny.config(tiny.V2_LITE, mesh=(1, 2, 2), optimizer={"accumulate_steps": 4})
+    whole = tiny.config(ONE_LAYER, mesh=(1, 2, 2), optimizer={"accumulate_steps": 4})
     data = dataclasses.replace(whole.data, ramp=(Ramp(until_step=9, global_batch=8),))
-    alone = tiny.config(tiny.V2_LITE, mesh=(1, 2, 2), optimizer={"accumulate_steps": 2})
+    alone = tiny.config(ONE_LAYER, mesh=(1, 2, 2), optimizer={"accumulate_steps": 2})
     alone = dataclasses.replace(alone, data=dataclasses.replace(alone.data, global_batch=8))
 
     def learned(config):
@@ -173,7 +175,7 @@ def test_a_smaller_batch_of_a_ramp_takes_fewer_parts_and_is_what_it_is_alone():
 
 def test_sequences_that_a_ramp_cuts_are_learned_as_rows_of_their_length():
     """But for the balance loss, which is of a row."""
-    config, pieces = tiny.config(tiny.V2_LITE), 3
+    config, pieces = tiny.config(ONE_LAYER_AND_MTP), 3
     config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, balance=0.0))
 
     def with_data(**changes):
@@ -213,7 +215,7 @@ def test_parts_count_up_to_the_last_that_has_a_token_on_any_device(filled, expec
 @pytest.mark.parametrize("number", [2, 3])
 def test_after_the_steps_that_config_names_terms_and_rate_have_the_weights_that_it_names(number):
     change = LossChange(after_steps=3, mtp=0.1, balance=0.0, router_bias_rate=0.0)
-    config = tiny.config()
+    config = tiny.config(ONE_LAYER_AND_MTP)
 
     def with_loss(**changes):
         return dataclasses.replace(config, loss=dataclasses.replace(config.loss, **changes))

@@ -76,7 +76,6 @@ def naive_attention(kind, q, k, v):
         ("all", 3, LENGTH),
         ("all", 1, 512),  # two bands of a block
         ("selected", 3, LENGTH),
-        ("selected", 1, LENGTH),
         ("selected", 1, 3 * LANES),  # bands of 2, 3 and 3 blocks
     ],
 )

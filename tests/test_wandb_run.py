@@ -112,8 +112,8 @@ def test_a_server_that_does_not_answer_makes_the_run_offline(tmp_path, process_c
     impatient = patched(tmp_path / "site", "from maxds import wandb_run; wandb_run._START_SECONDS = 1")
     server = {"WANDB_BASE_URL": f"http://127.0.0.1:{test_exporter.free_port()}", "WANDB_API_KEY": "0" * 40}
     environment = impatient | server | {"HOME": str(tmp_path), "WANDB_MODE": "online"}
-    run_dir = tmp_path / "run"
-    code, _, err = running.finish(running.start(run_dir, process_cache, "steps=2", "wandb=ours", **environment))
+    run_dir, arguments = tmp_path / "run", (*running.LONG, "steps=2", "wandb=ours")
+    code, _, err = running.finish(running.start(run_dir, process_cache, *arguments, **environment))
     assert (code, err.count("\n")) == (0, 1), err
     assert err.startswith("ALARM: wandb=ours is not taken by W&B, and goes on offline: ")
     assert history(run_dir) == list(expected(run_dir))
