@@ -45,7 +45,7 @@ CASES = {
     "split, Engram and mHC, overflowing": tiny.config(
         tiny.ENGRAM_HYPER, "batch_split", (1, 4, 2), keep=("attention",), capacity=0.25
     ),
-    # hyper-connections, 1 MoE layer, and 2 MTP modules with indexers
+    # hyper-connections, 1 MoE layer, and 1 MTP module with an indexer
     "split, V4's MTP": tiny.config(tiny.V4_MTP, "batch_split", (1, 2, 2)),
     # hyper-connections, 1 hash layer, and 2 turns of 2 kinds of attention
     "plain, V4, nothing recomputed": tiny.config(V4, "plain", (1, 2, 2), keep=("everything",)),

@@ -129,7 +129,7 @@ def test_what_is_not_applied_leaves_the_state_as_it_was():
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(kind):
-    config = tiny.config(ONE_LAYER, "batch_split", (2, 2, 2), optimizer={"kind": kind})
+    config = tiny.config(ONE_LAYER, "plain", (2, 2, 2), optimizer={"kind": kind})
     away = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, state_memory="host"))
     stepper, batch = tiny.stepper(away), tiny.inputs(config)[2]
 

@@ -111,8 +111,8 @@ V4 = dataclasses.replace(
     index_n_heads=7,
     index_head_dim=10,
 )
-V4_MTP = dataclasses.replace(  # whose modules have an indexer
-    V4, num_hidden_layers=1, num_hash_layers=0, compress_ratios=(3, 4, 4), num_nextn_predict_layers=2
+V4_MTP = dataclasses.replace(  # whose module has an indexer
+    V4, num_hidden_layers=1, num_hash_layers=0, compress_ratios=(3, 4), num_nextn_predict_layers=1
 )
 V32 = dataclasses.replace(V3, num_hidden_layers=3, index_topk=3, index_n_heads=7, index_head_dim=10)
 ENGRAM = dataclasses.replace(  # the second cuts the MoE layers in two
