@@ -53,7 +53,7 @@ CASES = {
     # 1 dense layer, 2 MoE and 1 MTP module
     "plain, V3.2, nothing recomputed": tiny.config(tiny.V32, "plain", (1, 2, 1), keep=("everything",)),
     "split, V3.2, nothing kept, in 2 parts": tiny.config(
-        tiny.V32, "batch_split", (2, 2, 2), keep=(), optimizer={"accumulate_steps": 2}
+        tiny.V32, "batch_split", (2, 1, 2), keep=(), optimizer={"accumulate_steps": 2}
     ),
     # 2 dense layers, 2 MoE
     "split, V2, overflowing": tiny.config(tiny.V2, "batch_split", (1, 2, 4), capacity=0.25),
