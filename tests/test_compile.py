@@ -237,8 +237,10 @@ for kernel, args in {
     window.attend_backward: of_window,
     lambda *args: gates.gated(*args, 10.0): gated[:3],
     lambda *args: gates.gated_backward(*args, None): gated,
+    functools.partial(causal.attend): of_rows(qk, keys, v, of_all),
+    attend_backward: of_rows(qk, keys, v, of_all, (v, lse)),
     functools.partial(causal.attend): of_long_rows(qk, keys, v, of_all),
-    attend_backward: of_long_rows(qk, keys, v, of_all, (v, lse)),
+    functools.partial(attend_backward): of_long_rows(qk, keys, v, of_all, (v, lse)),
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
 
