@@ -45,10 +45,15 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, over: tuple[int, ...], s
     largest = jnp.max(jnp.abs(x), axis=over, keepdims=True)
     if shards is not None:
         largest = lax.pmax(largest, shards)
-    mantissa, exponent = jnp.frexp(largest.astype(jnp.float32) / float(jnp.finfo(dtype).max))
-    exponent = jnp.maximum(exponent - (mantissa == 0.5).astype(exponent.dtype), -126)
-    scale = jnp.ldexp(jnp.float32(1), exponent).astype(x.dtype)
-    return QArray((x / scale).astype(dtype), scale)
+    scale = _power_of_two(largest.astype(jnp.float32) / float(jnp.finfo(dtype).max)).astype(x.dtype)
+    return QArray((x * (1 / scale)).astype(dtype), scale)
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """The least power of two from `x` on, float32, that is normal and whose inverse is; if `x` is not finite, any."""
+    mantissa = 2**23 - 1  # its bits, below those of the exponent
+    power = (lax.bitcast_convert_type(x, jnp.int32) + mantissa) & ~mantissa
+    return lax.bitcast_convert_type(jnp.clip(power, 1 << 23, 253 << 23), jnp.float32)
 
 
 def slots(weights: Tree) -> Tree:

@@ -25,6 +25,8 @@ MODEL = dataclasses.replace(tiny.V3, num_hidden_layers=3, first_k_dense_replace=
 SPARSE = dataclasses.replace(
     MODEL, index_topk=tiny.V32.index_topk, index_n_heads=tiny.V32.index_n_heads, index_head_dim=tiny.V32.index_head_dim
 )
+CAPACITY = 1.5
+configured = functools.partial(tiny.config, capacity=CAPACITY)  # with further rounds
 LAYER = params.unstacked(tiny.layout.declare(MODEL).moe_layers)
 SPLIT = {path: p for path, p in params.flatten(LAYER).items() if "fsdp" in p.spec}  # not the norms
 
@@ -50,7 +52,7 @@ def scans(config):
 @functools.cache
 def layers(kind, model=MODEL, **schedule):
     """The forward and the backward of one layer."""
-    return tuple(scan.params["jaxpr"].jaxpr for scan in scans(tiny.config(model, kind, (2, 2, 2), **schedule)))
+    return tuple(scan.params["jaxpr"].jaxpr for scan in scans(configured(model, kind, (2, 2, 2), **schedule)))
 
 
 def work(jaxpr):
@@ -141,7 +143,7 @@ def test_backward_gathers_scatters_and_sums_each_weight_once():
 
 def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():
     split = dataclasses.replace(MODEL, num_attention_heads=tiny.FOUR_HEADS.num_attention_heads)
-    config = tiny.config(split, "batch_split", (2, 2, 2), context_parallel=True)
+    config = configured(split, "batch_split", (2, 2, 2), context_parallel=True)
     forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(config))
     whole = [collectives(jaxpr) for jaxpr in layers("batch_split")]
     assert collectives(forward) - whole[0] == {
@@ -160,7 +162,7 @@ def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():
 def rows():
     """Routed rows that a device makes room for, in one microbatch of one row."""
     even_share = tiny.LENGTH * MODEL.num_experts_per_tok
-    return int(1.5 * even_share + 7) // 8 * 8
+    return int(CAPACITY * even_share + 7) // 8 * 8
 
 
 def of_each_microbatch(c=MODEL):
@@ -192,7 +194,7 @@ def of_each_microbatch(c=MODEL):
 
 @pytest.mark.parametrize("keep", [(), ("attention",), ("dispatch_input",), ("expert_up",), STAGE_NAMES])
 def test_a_layer_keeps_exactly_what_config_names(monkeypatch, keep):
-    found = tape(monkeypatch, tiny.config(MODEL, "batch_split", (2, 2, 2), keep=keep))
+    found = tape(monkeypatch, configured(MODEL, "batch_split", (2, 2, 2), keep=keep))
     always, named = of_each_microbatch()
     expected = functools.reduce(operator.or_, (named[name] for name in keep if name in named), always)
     assert found == {name.format(m): shape for name, shape in expected.items() for m in range(2)}
@@ -208,7 +210,7 @@ def tape(monkeypatch, config):
 
 
 def test_a_layer_with_an_indexer_also_keeps_a_bit_for_each_pair_of_tokens_and_its_loss(monkeypatch):
-    found = tape(monkeypatch, tiny.config(SPARSE, "batch_split", (2, 2, 2), keep=()))
+    found = tape(monkeypatch, configured(SPARSE, "batch_split", (2, 2, 2), keep=()))
     own = {
         "{}.attention_input.indexer": ("float32",),
         "{}.selection.0": ("uint8", 1, tiny.LENGTH, -(-tiny.LENGTH // 8)),
@@ -254,7 +256,7 @@ def test_the_first_round_of_experts_does_not_wait_for_what_is_on_its_way():
 
 @pytest.mark.parametrize("kind", ["batch_split", "plain"])
 def test_an_evaluation_sends_nothing_to_host_memory(kind):
-    config = tiny.config(MODEL, kind, (2, 2, 2), offload=("attention_input", "expert_up"))
+    config = configured(MODEL, kind, (2, 2, 2), offload=("attention_input", "expert_up"))
     program = jaxprs.live(tiny.stepper(config).eval_step, *tiny.inputs(config))
     assert not any(in_host_memory(eqn) for _, eqn, _ in jaxprs.equations(program))
 
@@ -268,7 +270,7 @@ def in_host_memory(eqn):
 def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtypes_of_reductions(ici, dcn):
     precision = {"compute": "bfloat16", "reduce": ici, "reduce_dcn": dcn}
     forward, backward = (
-        s.params["jaxpr"].jaxpr for s in scans(tiny.config(MODEL, "batch_split", (2, 2, 2), precision=precision))
+        s.params["jaxpr"].jaxpr for s in scans(configured(MODEL, "batch_split", (2, 2, 2), precision=precision))
     )
 
     def dtypes(jaxpr, collective, axis="fsdp"):
@@ -284,7 +286,7 @@ def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtyp
 @pytest.mark.parametrize(("kind", "added"), [("batch_split", 0), ("plain", 2)])
 def test_gradients_of_layers_are_not_added_to_those_of_the_parts_before_as_a_whole(kind, added):
     """They would lie in memory twice, as with `plain`, whose backward pass is JAX's."""
-    config = tiny.config(MODEL, kind, (1, 2, 2), optimizer={"accumulate_steps": 2})
+    config = configured(MODEL, kind, (1, 2, 2), optimizer={"accumulate_steps": 2})
     stepper = tiny.stepper(config)
     with tiny.strictly():
         program = jaxprs.live(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
@@ -296,7 +298,7 @@ def test_gradients_of_layers_are_not_added_to_those_of_the_parts_before_as_a_who
 
 # ----------------------------------------------------------------------------------------- float8
 
-FLOAT8 = tiny.config(MODEL, "batch_split", (2, 2, 2), precision={"compute": "bfloat16", "matmul": "fp8"})
+FLOAT8 = configured(MODEL, "batch_split", (2, 2, 2), precision={"compute": "bfloat16", "matmul": "fp8"})
 
 
 def travelling(jaxpr, collective, axis):
@@ -384,7 +386,7 @@ def test_plain_recomputes_nothing_of_what_it_is_told_to_keep():
 
 def residuals(**schedule):
     """What the forward scan of `plain` hands to the backward one: (dtype, shape) of a layer."""
-    forward, _ = scans(tiny.config(MODEL, "plain", (2, 2, 2), **schedule))
+    forward, _ = scans(configured(MODEL, "plain", (2, 2, 2), **schedule))
     results = zip(forward.params["jaxpr"].jaxpr.outvars, forward.outvars, strict=True)
     kept = [one.aval for one, all_layers in results if one.aval.shape != all_layers.aval.shape]
     return collections.Counter((aval.dtype.name, *aval.shape) for aval in kept)
@@ -418,7 +420,7 @@ def test_plain_that_keeps_values_keeps_the_routing_that_orders_them():
 
 def test_plain_that_keeps_everything_keeps_no_weight():
     """Neither gathered nor as a shard, whatever its shape or dtype. No activation here has a weight's shape."""
-    forward, _ = scans(tiny.config(MODEL, "plain", (1, 2, 2), keep=("everything",), precision={"compute": "bfloat16"}))
+    forward, _ = scans(configured(MODEL, "plain", (1, 2, 2), keep=("everything",), precision={"compute": "bfloat16"}))
     results = zip(forward.params["jaxpr"].jaxpr.outvars, forward.outvars, strict=True)
     kept = {one.aval for one, all_layers in results if one.aval.shape != all_layers.aval.shape}
     kept = {aval.shape for aval in kept if aval.dtype != "int32"}  # the routing

@@ -131,7 +131,7 @@ def test_tables_in_host_memory_are_trained_as_those_on_devices_and_stay_there():
 
     def of(tables):
         optimizer = {"accumulate_steps": 2, "weight_decay": 0.1, "clip": 0.5, "train": trained}
-        return tiny.config(tiny.ENGRAM, "batch_split", (2, 1, 2), tables=tables, capacity=8.0, optimizer=optimizer)
+        return tiny.config(tiny.ENGRAM, "plain", (2, 1, 2), tables=tables, capacity=8.0, optimizer=optimizer)
 
     on_devices, on_host = tiny.stepper(of("device")), tiny.stepper(of("host"))
     here = tiny.state(of("device"))

@@ -55,18 +55,14 @@ CASES = {
     "split, V3.2, nothing kept, in 2 parts": tiny.config(
         tiny.V32, "batch_split", (2, 1, 2), keep=(), optimizer={"accumulate_steps": 2}
     ),
-    # 2 dense layers, 2 MoE
-    "split, V2, overflowing": tiny.config(tiny.V2, "batch_split", (1, 2, 4), capacity=0.25),
-    "plain, V2, overflowing, in 2 parts": tiny.config(
-        tiny.V2, "plain", (1, 4, 2), capacity=0.25, optimizer={"accumulate_steps": 2}
-    ),
     # 1 MoE layer, 2 MTP modules
     "split, V2-Lite, one device": tiny.config(V2_LITE, "batch_split"),
-    "plain, V2-Lite, context parallel, nothing recomputed, in 4 parts": tiny.config(
+    "plain, V2-Lite, context parallel, nothing recomputed, overflowing, in 4 parts": tiny.config(
         V2_LITE,
         *("plain", (1, 2, 4)),
         context_parallel=True,
         keep=("everything",),
+        capacity=0.25,
         optimizer={"accumulate_steps": 4},
     ),
 }

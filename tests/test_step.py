@@ -127,9 +127,8 @@ def test_what_is_not_applied_leaves_the_state_as_it_was():
         assert_identical(arrays(after.replace(step=None)), before)
 
 
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(kind):
-    config = tiny.config(ONE_LAYER, "plain", (2, 2, 2), optimizer={"kind": kind})
+def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there():
+    config = tiny.config(ONE_LAYER, "plain", (2, 2, 2), optimizer={"kind": "muon"})  # and Adam, of norms
     away = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, state_memory="host"))
     stepper, batch = tiny.stepper(away), tiny.inputs(config)[2]
 

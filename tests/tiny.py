@@ -155,6 +155,7 @@ def config(
     optimizer=None,
     precision=None,
     context_parallel=False,
+    capacity=8.0,  # on 8 devices that is room for all pairs: further rounds are compiled for tests of these alone
     **schedule,
 ) -> Config:
     return Config(
@@ -172,7 +173,7 @@ def config(
             router_bias_rate=1e-3 if model.has_router_bias else 0.0,
         ),
         mesh=config_lib.Mesh(**dict(zip(mesh_lib.AXES, mesh, strict=True)), context_parallel=context_parallel),
-        schedule=config_lib.Schedule(kind=kind, **schedule),
+        schedule=config_lib.Schedule(kind=kind, capacity=capacity, **schedule),
         precision=config_lib.Precision(**{"compute": "float32"} | (precision or {})),
         eval=config_lib.Eval(),
         checkpoint=config_lib.Checkpoint(),

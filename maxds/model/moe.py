@@ -402,9 +402,14 @@ def _further_round(limit: float | None, rows: int, i, operands, routing: Routing
     return lax.optimization_barrier(found)  # else the compiler would scatter even the sum over no rounds
 
 
-def _rounds(rows, routing):
-    """How many there are: the same on all devices along `expert`, for they exchange tokens in each."""
-    return (routing.most + rows - 1) // rows
+def _in_further_rounds(rows, routing, add, start):
+    """What these add, one after the other, of which there is none where the first has room for all pairs.
+
+    There are as many on all devices along `expert`, for they exchange tokens in each.
+    """
+    if rows == len(routing.order):
+        return start
+    return lax.fori_loop(1, (routing.most + rows - 1) // rows, add, start)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -416,7 +421,7 @@ def _all_rounds(limit, rows, operands, routing, kept):
         return more + _further_round(limit, len(rows), i, operands, routing)
 
     out, up = _multiplied(limit, w, rows, weights, routing, 0, kept)
-    return out, lax.fori_loop(1, _rounds(len(rows), routing), further, jnp.zeros_like(y)), up
+    return out, _in_further_rounds(len(rows), routing, further, jnp.zeros_like(y)), up
 
 
 def _all_rounds_forward(limit, rows, operands, routing, kept):
@@ -441,7 +446,7 @@ def _all_rounds_backward(limit, residuals, cotangents):
         return jax.tree.map(jnp.add, grads, lax.optimization_barrier(jax.vjp(run, slots(w), y, weights)[1](dmore)))
 
     drows, *grads = jax.vjp(first, rows, slots(w), y, weights)[1](dout)
-    dw, *others = lax.fori_loop(1, _rounds(len(rows), routing), further, tuple(grads))
+    dw, *others = _in_further_rounds(len(rows), routing, further, tuple(grads))
     return drows, (gradients(w, dw), *others), None, jax.tree.map(jnp.zeros_like, kept)
 
 
