@@ -6,7 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from running import finish, losses, rows, spoiled, start_several
+from running import PLAIN, finish, losses, rows, spoiled, start_several
 from test_train import compile_cache, run, state  # noqa: F401
 
 from maxds import goodput, loop, metrics, records, rollback
@@ -14,8 +14,8 @@ from maxds.data import Data
 
 # Tokens that are no numbers all go to the same experts. There is room for them: further rounds may end the process (lab
 # log, 2026-11-23).
-PLAIN = ["steps=14", "schedule.kind=plain", "schedule.capacity=8", "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
-BACK = [*PLAIN, "checkpoint.rollback_steps=5"]
+SHORT = ["steps=14", *PLAIN, "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
+BACK = [*SHORT, "checkpoint.rollback_steps=5"]
 BAD = range(9, 14)  # batches of the steps 10 to 14: back to checkpoint 4, and on with batch 14
 
 
@@ -41,7 +41,7 @@ def without(tmp_path_factory, compile_cache):  # noqa: F811
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Data, "batches", batches)
-        assert run(folder, *PLAIN) == 0
+        assert run(folder, *SHORT) == 0
     return folder
 
 
