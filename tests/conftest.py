@@ -19,6 +19,8 @@ jax.config.update("jax_disable_most_optimizations", True)
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 # A program in one piece, not in 32 that threads compile: less work, and pytest's own processes fill the cores.
 os.environ["XLA_FLAGS"] = "--xla_cpu_parallel_codegen_split_count=1"
+if jax.__version_info__ < (0, 12):  # XLA's older way to emit a fusion takes half as long; later it has no other
+    os.environ["XLA_FLAGS"] += " --xla_cpu_use_fusion_emitters=false"
 # Tracing makes millions of objects that stay: going through them every 700 would be a tenth of the suite's time.
 gc.set_threshold(100_000)
 
@@ -33,6 +35,22 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("suite")
+
+
+# What is computed for one file of a group need not be computed again for the others.
+GROUPS = {
+    **dict.fromkeys(("test_oracle.py", "test_schedule.py"), "gradients"),
+    **dict.fromkeys(
+        (f"test_{name}.py" for name in "processes survival local_checkpoint lines wandb_run exporter".split()),
+        "processes",
+    ),
+}
+
+
+def pytest_collection_modifyitems(items):
+    """With `--dist loadgroup` a process gets whole files, and those of a group together."""
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(GROUPS.get(item.path.name, item.path.stem)))
 
 
 @pytest.fixture(scope="module", autouse=True)

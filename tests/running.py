@@ -14,8 +14,9 @@ TINY = ROOT / "tests" / "tiny.yaml"
 DEADLINE = 240  # seconds; what hangs is killed then
 STEPS = 60
 PLAIN = ["schedule.kind=plain", "schedule.capacity=8"]  # no further rounds of experts either: there is less to compile
+ONE_LAYER = [*PLAIN, "model.num_hidden_layers=1", "model.first_k_dense_replace=0"]  # of experts: less still
 # The learning rate does not depend on `steps`, and no checkpoint but the last is due.
-LONG = [f"steps={STEPS}", "checkpoint.every_steps=null", f"optimizer.warmup_steps={STEPS}", *PLAIN]
+LONG = [f"steps={STEPS}", "checkpoint.every_steps=null", f"optimizer.warmup_steps={STEPS}", *ONE_LAYER]
 
 _STARTED = []
 

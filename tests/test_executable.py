@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from running import PLAIN
+from running import ONE_LAYER
 
 from maxds import loader, mesh, step
 from maxds.aot import executable
@@ -35,7 +35,7 @@ def python(*args):
 def written(tmp_path_factory):
     """The tiny step, compiled for eight virtual CPU devices by a process of its own."""
     path = tmp_path_factory.mktemp("written") / "folder" / "step.aot"
-    result = python("-c", WRITE, TINY, path, "mesh.cpu_devices=8", *PLAIN)
+    result = python("-c", WRITE, TINY, path, "mesh.cpu_devices=8", *ONE_LAYER)
     assert (result.returncode, result.stderr) == (0, "")
     assert [left.name for left in path.parent.iterdir()] == ["step.aot"]
     return path
@@ -43,13 +43,13 @@ def written(tmp_path_factory):
 
 @functools.cache
 def stepper(*overrides):
-    config, _ = loader.load(Config, TINY, [*PLAIN, *overrides])
+    config, _ = loader.load(Config, TINY, [*ONE_LAYER, *overrides])
     return step.make(config, mesh.make(config.mesh))
 
 
 def train(run_dir, *args):
     cache = run_dir / "cache"
-    overrides = f"run_dir={run_dir}", f"compile_cache={cache}", "mesh.cpu_devices=8", *PLAIN
+    overrides = f"run_dir={run_dir}", f"compile_cache={cache}", "mesh.cpu_devices=8", *ONE_LAYER
     ran = python("-m", "maxds.train", TINY, *overrides, *args)
     return ran, {entry.name.partition("-")[0] for entry in cache.glob("*")}
 
@@ -113,7 +113,7 @@ def test_a_file_that_is_not_whole_or_not_ours_is_refused(written, tmp_path, dama
 def test_what_is_refused_exits_with_2_before_anything_is_written(written, tmp_path):
     ran = python(
         *("-m", "maxds.train", TINY, f"run_dir={tmp_path}/run", "mesh.cpu_devices=8", "compile_cache=null"),
-        *(*PLAIN, "optimizer.lr=1e-2", f"--aot={written}"),
+        *(*ONE_LAYER, "optimizer.lr=1e-2", f"--aot={written}"),
     )
     assert ran.returncode == 2
     assert ran.stderr.startswith(f"--aot={written} was compiled for something else: program: ")

@@ -243,7 +243,7 @@ def test_a_process_that_has_lost_its_own_gets_it_from_its_replica(tmp_path, proc
 def test_where_a_shard_is_gone_the_run_goes_on_from_its_folder(tmp_path, process_cache):
     arguments = [*LONG, "checkpoint.every_steps=30", f"checkpoint.local_dir={tmp_path}/local", EVERY]
     arguments += ["mesh={data: 1, fsdp: 4, expert: 2}"]
-    killed(tmp_path, process_cache, arguments, 55)
+    killed(tmp_path, process_cache, arguments, 40)
     out = ended(tmp_path, process_cache, arguments)
     assert re.search(r"warning: local checkpoint \d+ is skipped: of some shards there is none", out)
     assert "restored from checkpoint 30" in out and "to the bit" in out

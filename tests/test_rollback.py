@@ -6,7 +6,7 @@ import types
 import jax
 import numpy as np
 import pytest
-from running import PLAIN, finish, losses, rows, spoiled, start_several
+from running import ONE_LAYER, finish, losses, rows, spoiled, start_several
 from test_train import compile_cache, run, state  # noqa: F401
 
 from maxds import goodput, loop, metrics, records, rollback
@@ -14,7 +14,7 @@ from maxds.data import Data
 
 # Tokens that are no numbers all go to the same experts. There is room for them: further rounds may end the process (lab
 # log, 2026-11-23).
-SHORT = ["steps=14", *PLAIN, "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
+SHORT = ["steps=14", *ONE_LAYER, "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
 BACK = [*SHORT, "checkpoint.rollback_steps=5"]
 BAD = range(9, 14)  # batches of the steps 10 to 14: back to checkpoint 4, and on with batch 14
 
@@ -47,7 +47,7 @@ def without(tmp_path_factory, compile_cache):  # noqa: F811
 
 def same(folder, other):
     """Whether the steps and the last state of two runs are the same to the bit."""
-    jax.tree.map(np.testing.assert_array_equal, state(folder), state(other))
+    jax.tree.map(np.testing.assert_array_equal, state(folder, *ONE_LAYER), state(other, *ONE_LAYER))
     return losses(folder) == losses(other)
 
 

@@ -14,7 +14,6 @@ TOLERANCE = 1e-5  # of a gradient's largest number
 KEPT = ("attention", "expert_up", "mlp_up")
 # Without the last layer, which is no whole turn: what the gates of its hyper-connections learn is all but cancelled.
 V4 = dataclasses.replace(tiny.V4, num_hidden_layers=5, compress_ratios=tiny.V4.compress_ratios[:5])
-V2_LITE = dataclasses.replace(tiny.V2_LITE, num_attention_heads=4)  # of which devices can have some each
 CLIP = {"qk_clip": 1.0}
 # What is compared with `plain` on one device, whose terms and gradients test_oracle.py compares with the papers.
 # Every way of saving memory, overflow, accumulation and float8 meet both schedules, each in some model. The models
@@ -56,9 +55,9 @@ CASES = {
         tiny.V32, "batch_split", (2, 1, 2), keep=(), optimizer={"accumulate_steps": 2}
     ),
     # 1 MoE layer, 2 MTP modules
-    "split, V2-Lite, one device": tiny.config(V2_LITE, "batch_split"),
+    "split, V2-Lite, one device": tiny.config(tiny.V2_LITE, "batch_split"),
     "plain, V2-Lite, context parallel, nothing recomputed, overflowing, in 4 parts": tiny.config(
-        V2_LITE,
+        tiny.V2_LITE,
         *("plain", (1, 2, 4)),
         context_parallel=True,
         keep=("everything",),

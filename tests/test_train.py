@@ -8,7 +8,7 @@ import shutil
 import jax
 import numpy as np
 import pytest
-from running import PLAIN
+from running import ONE_LAYER, PLAIN
 
 from maxds import checkpoint, integrity, loader, loop, mesh, params, saves, step, train, trained
 from maxds.config import Config
@@ -96,7 +96,7 @@ def test_a_run_resumes_on_another_mesh(straight, tmp_path, capsys):
 def test_a_cache_that_cannot_be_written_is_told_and_stops_nothing(tmp_path, capsys):
     (tmp_path / "file").touch()
     folder = f"{tmp_path}/file/cache"
-    assert run(tmp_path / "run", f"compile_cache={folder}", "steps=1", *PLAIN) == 0
+    assert run(tmp_path / "run", f"compile_cache={folder}", "steps=1", *ONE_LAYER) == 0
     note = f"warning: compile_cache={folder} cannot be written (Not a directory) and is not used: every start compiles"
     assert note in capsys.readouterr().out.splitlines()
 
@@ -189,7 +189,7 @@ def test_changed_data_is_refused(straight):
 
 
 RAMP = ["optimizer.accumulate_steps=2", "data.ramp=[{until_step: 3, global_batch: 8, sequence_length: 16}]"]
-RAMP += [*PLAIN, "steps=6"]
+RAMP += [*ONE_LAYER, "steps=6"]
 
 
 def test_a_run_whose_batches_and_sequences_grow_resumes_to_the_bit(tmp_path, monkeypatch):
@@ -204,7 +204,7 @@ def test_a_run_whose_batches_and_sequences_grow_resumes_to_the_bit(tmp_path, mon
 
 
 def test_a_changed_learning_rate_is_shown(straight, tmp_path, capsys):
-    assert run(copy(straight, tmp_path), "steps=13", "optimizer.lr=2e-3") == 0
+    assert run(copy(straight, tmp_path), "steps=13", "optimizer.lr=2e-3", *PLAIN) == 0
     assert "changed since checkpoint 12: optimizer.lr: 0.001 -> 0.002" in capsys.readouterr().out
 
 
@@ -217,14 +217,14 @@ def test_a_run_whose_loss_stops_being_finite_stops_and_saves_nothing_of_it(tmp_p
     with pytest.raises(
         loop.NonFiniteError, match=r"not finite for 5 steps in a row, 2 to 6; none .*last checkpoint: 1"
     ):
-        run(tmp_path, "optimizer.lr=1e30", "optimizer.clip=null", "checkpoint.every_steps=1", *PLAIN)
+        run(tmp_path, "optimizer.lr=1e30", "optimizer.clip=null", "checkpoint.every_steps=1", *ONE_LAYER)
     assert {path.name for path in (tmp_path / "checkpoints").iterdir()} == {"1"}
 
 
 def test_a_term_that_does_nothing_is_an_error_that_names_it(tmp_path):
     one_token = ["data.sequence_length=1", "model.num_nextn_predict_layers=1", "loss.mtp=0.3"]
     with pytest.raises(loop.TermError, match=r"the loss term mtp_1 is enabled with weight 0\.3 but is zero at step 0"):
-        run(tmp_path, *one_token, *PLAIN)
+        run(tmp_path, *one_token, *ONE_LAYER)
 
 
 def test_no_save_waits_for_the_compiler(tmp_path, monkeypatch, caplog):
@@ -237,7 +237,7 @@ def test_no_save_waits_for_the_compiler(tmp_path, monkeypatch, caplog):
 
     jax.clear_caches()
     monkeypatch.setattr(saves.Saves, "save", watched)
-    assert run(tmp_path, *PLAIN, "steps=3", "checkpoint.every_steps=2") == 0
+    assert run(tmp_path, *ONE_LAYER, "steps=3", "checkpoint.every_steps=2") == 0
     assert saved == [2, 3] and "Compiling" not in caplog.text
 
 
@@ -281,7 +281,7 @@ def test_the_default_data_needs_no_download(tmp_path):
 
 
 def test_muon_trains_where_there_are_fewer_matrices_than_devices(tmp_path):
-    assert run(tmp_path, "optimizer.kind=muon", "mesh={data: 1, fsdp: 4, expert: 2}", "steps=2", *PLAIN) == 0
+    assert run(tmp_path, "optimizer.kind=muon", "mesh={data: 1, fsdp: 4, expert: 2}", "steps=2", *ONE_LAYER) == 0
     found = losses(tmp_path)
     assert found[1] < found[0]
 
@@ -316,16 +316,25 @@ def test_a_run_that_verifies_its_steps_is_the_run_that_does_not(straight, tmp_pa
 
 # -------------------------------------------------------------------------------- starting from another run
 
-INDEXER = ["model.index_topk=32", "model.index_n_heads=4", "model.index_head_dim=6", "loss.indexer=0.01", *PLAIN]
+
+@pytest.fixture(scope="module")
+def one_layer(tmp_path_factory, compile_cache):
+    """A run of twelve steps, of one layer."""
+    folder = tmp_path_factory.mktemp("one_layer")
+    assert run(folder, *ONE_LAYER) == 0
+    return folder
+
+
+INDEXER = ["model.index_topk=32", "model.index_n_heads=4", "model.index_head_dim=6", "loss.indexer=0.01", *ONE_LAYER]
 
 
 def test_a_warm_up_from_another_run_trains_indexers_alone_and_a_sparse_run_goes_on_from_there(
-    straight, tmp_path, capsys
+    one_layer, tmp_path, capsys
 ):
     warm, sparse = [*INDEXER, "optimizer.train=['*indexer*']", "steps=1"], [*INDEXER, "model.index_topk=8", "steps=1"]
-    assert run(tmp_path / "warm", *warm, f"start_from={straight}") == 0
-    assert "drawn: dense_layers.attention.indexer.heads, " in capsys.readouterr().out
-    before, after = state(straight), state(tmp_path / "warm", *warm)
+    assert run(tmp_path / "warm", *warm, f"start_from={one_layer}") == 0
+    assert "drawn: moe_layers.attention.indexer.heads, " in capsys.readouterr().out
+    before, after = state(one_layer, *ONE_LAYER), state(tmp_path / "warm", *warm)
     old, new = by_name(before), by_name(after)
     assert all("indexer" in name for name in new.keys() - old.keys())
     for name, array in old.items():
@@ -337,11 +346,11 @@ def test_a_warm_up_from_another_run_trains_indexers_alone_and_a_sparse_run_goes_
     assert all((last[name] != array).any() for name, array in new.items())
 
 
-def test_a_run_goes_on_with_longer_sequences_and_yarn_from_what_another_has_learned(straight, tmp_path):
+def test_a_run_goes_on_with_longer_sequences_and_yarn_from_what_another_has_learned(one_layer, tmp_path):
     yarn = "model.rope_scaling={factor: 4, original_max_position_embeddings: 32, mscale: 1, mscale_all_dim: 1}"
     longer = ["data.sequence_length=64", "data.global_batch=8", "model.max_position_embeddings=256", "steps=1"]
-    assert run(tmp_path, yarn, *longer, *PLAIN, f"start_from={straight}") == 0
-    afresh, learned = (losses(straight)[i] for i in (0, -1))
+    assert run(tmp_path, yarn, *longer, *ONE_LAYER, f"start_from={one_layer}") == 0
+    afresh, learned = (losses(one_layer)[i] for i in (0, -1))
     assert losses(tmp_path)[0] < (afresh + learned) / 2
 
 

@@ -69,6 +69,7 @@ V2_LITE = dataclasses.replace(
     V3,
     num_hidden_layers=1,
     first_k_dense_replace=0,
+    num_attention_heads=4,  # of which devices can have some each
     q_lora_rank=None,
     n_shared_experts=2,
     scoring_func="softmax",
@@ -251,9 +252,13 @@ def loss_and_grads(config: Config):
     return jax.jit(stepper(config).loss_and_grads)
 
 
-@functools.cache
 def outcome(config: Config, term: str | None = None, draw: int = 0) -> Outcome:
     """Gradients, sums, counts and loads of the batch: of the whole objective, or with the gradient of one term."""
+    return _outcome(config, term, draw)
+
+
+@functools.cache
+def _outcome(config: Config, term: str | None, draw: int) -> Outcome:
     s = stepper(config)
     mode = s.probe(term) if term else s.training
     with strictly():
