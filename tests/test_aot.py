@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from maxds import host as host_lib
 from maxds.aot import cost, fit, hlo, network, picture, report, timeline, topology
 
 CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 0.5e9, 4)
@@ -635,7 +636,8 @@ def test_the_compiler_s_refusal_says_what_was_needed():
     )
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("a",))
     split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a"))
-    found = fit.of_error(message, [jax.ShapeDtypeStruct((8, 2), np.float32, sharding=split)])
+    away = split.with_memory_kind(host_lib.KIND)
+    found = fit.of_error(message, [jax.ShapeDtypeStruct((8, 2), np.float32, sharding=s) for s in (split, away)])
     assert found is not None
     assert (found.arguments, found.fits) == (16, False)
     assert found.total == pytest.approx(378.28 * 2**30)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from maxds import host as host_lib
 from maxds.aot.hlo import HBM, Computation, Instruction, Module
 
 ESTIMATE = "estimated from the live ranges of the scheduled program, with the padding of its layouts"
@@ -81,7 +82,7 @@ def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct]) -> Fit | N
     refusal = re.search(_EARLY, message) or re.search(_LATE, message)
     if refusal is None:
         return None
-    held = float(sum(_shard_bytes(a) for a in arguments))
+    held = float(sum(_shard_bytes(a) for a in arguments if not _in_host(a)))
     total, limit = _bytes(*refusal.groups()[:2]), _bytes(*refusal.groups()[2:])
     method = "the compiler's message, whose total includes the arguments; arguments from their shapes and shardings"
     temporaries = message.partition("Largest program allocations")[2].partition("Largest argument")[0]
@@ -91,6 +92,10 @@ def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct]) -> Fit | N
 
 def _bytes(number: str, unit: str) -> float:
     return float(number) * 1024 ** (" KMGT".index(unit))
+
+
+def _in_host(a: jax.ShapeDtypeStruct) -> bool:
+    return a.sharding is not None and a.sharding.memory_kind == host_lib.KIND
 
 
 def _shard_bytes(a: jax.ShapeDtypeStruct) -> int:
