@@ -37,22 +37,6 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("suite")
 
 
-# What is computed for one file of a group need not be computed again for the others.
-GROUPS = {
-    **dict.fromkeys(("test_oracle.py", "test_schedule.py"), "gradients"),
-    **dict.fromkeys(
-        (f"test_{name}.py" for name in "processes survival local_checkpoint lines wandb_run exporter".split()),
-        "processes",
-    ),
-}
-
-
-def pytest_collection_modifyitems(items):
-    """With `--dist loadgroup` a process gets whole files, and those of a group together."""
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(GROUPS.get(item.path.name, item.path.stem)))
-
-
 @pytest.fixture(scope="module", autouse=True)
 def no_programs_left():
     """Later tests have neither the cache that one has trained with, nor its programs: Linux lets few be mapped."""

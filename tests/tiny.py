@@ -252,13 +252,9 @@ def loss_and_grads(config: Config):
     return jax.jit(stepper(config).loss_and_grads)
 
 
+@functools.cache
 def outcome(config: Config, term: str | None = None, draw: int = 0) -> Outcome:
     """Gradients, sums, counts and loads of the batch: of the whole objective, or with the gradient of one term."""
-    return _outcome(config, term, draw)
-
-
-@functools.cache
-def _outcome(config: Config, term: str | None, draw: int) -> Outcome:
     s = stepper(config)
     mode = s.probe(term) if term else s.training
     with strictly():
