@@ -211,7 +211,10 @@ class Stepper:
         weights, opt_state = parts(state.params), dict(state.opt_state)
         for part, own_grads in parts(grads).items():
             own, old = weights[part], opt_state[part]
-            changed = _in_a_branch if host.has(old) and not host.has(own) else _where_they_lie
+            changed = _where_they_lie
+            if host.has(old) and not host.has(own):
+                in_turn = functools.partial(_by_layers, parts(self.network.declared)[part])
+                changed = _in_a_branch if self.config.optimizer.kind == "muon" else in_turn
             weights[part], opt_state[part] = changed(
                 functools.partial(self._update, part), sound, own, own_grads, old, norm
             )
@@ -449,6 +452,49 @@ def _in_a_branch(update, sound, weights, grads, opt_state, norm):
         return weights, host.put_as(new, opt_state)
 
     return lax.cond(sound, apply, lambda *before: before, weights, opt_state)
+
+
+def _by_layers(declared, update, sound, weights, grads, opt_state, norm):
+    """The same of a layer after the other, for an optimizer that changes each number by itself.
+
+    So one layer's moments are here at a time. While layers of some number are in turn, arrays of others are empty.
+    """
+    layers = params.derive(_layers, declared)
+    of_state = optimizer.map_moments(lambda p, _: _layers(p), declared, jax.tree.map(lambda _: _OF_ALL, opt_state))
+
+    def change(stack, i, done):
+        new_weights, state = done
+        layer = functools.partial(_of_layer, stack, i)
+        own, own_grads = (jax.tree.map(layer, layers, tree) for tree in (new_weights, grads))
+        own_state = jax.tree.map(lambda n, a, old: old if n == _OF_ALL else layer(n, a), of_state, state, opt_state)
+        changed = update(own, own_grads, host.to_device(own_state), norm)
+        return jax.tree.map(functools.partial(_with_layer, stack, i), (layers, of_state), done, changed)
+
+    done = weights, opt_state
+    for stack in sorted(set(jax.tree.leaves(layers))):
+        done = lax.fori_loop(0, jnp.where(sound, max(stack, 1), 0), functools.partial(change, stack), done)
+    return done
+
+
+_OF_ALL = -1  # stands for the layers of what is no array of a weight: how many updates there were
+
+
+def _layers(p: params.Param) -> int:
+    """How many layers a stacked array of matrices has; 0: it is no such array."""
+    return p.shape[0] if p.dims.startswith("b") and not p.axes[0] else 0
+
+
+def _of_layer(stack: int, i: jax.Array, layers: int, a: jax.Array) -> jax.Array:
+    if layers != stack:
+        return jnp.zeros(0, a.dtype)
+    return lax.dynamic_index_in_dim(a, i) if stack else a
+
+
+def _with_layer(stack: int, i: jax.Array, layers: int, old: jax.Array, new: jax.Array) -> jax.Array:
+    if layers not in (stack, _OF_ALL):
+        return old
+    new = host.put_as(new, old)
+    return lax.dynamic_update_index_in_dim(old, new, i, 0) if layers == stack != 0 else new
 
 
 def _filled(segments: jax.Array) -> jax.Array:

@@ -127,8 +127,12 @@ def test_what_is_not_applied_leaves_the_state_as_it_was():
         assert_identical(arrays(after.replace(step=None)), before)
 
 
-def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there():
-    config = tiny.config(ONE_LAYER, "plain", (2, 2, 2), optimizer={"kind": "muon"})  # and Adam, of norms
+@pytest.mark.parametrize(
+    ("layers", "kind"), [(3, "adamw"), (1, "muon")], ids=["AdamW, a layer after the other", "Muon, and Adam of norms"]
+)
+def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(layers, kind):
+    model = dataclasses.replace(ONE_LAYER, num_hidden_layers=layers)
+    config = tiny.config(model, "plain", (2, 2, 2), optimizer={"kind": kind})
     away = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, state_memory="host"))
     stepper, batch = tiny.stepper(away), tiny.inputs(config)[2]
 
