@@ -102,7 +102,6 @@ def test_every_source_is_in_the_package(compiled):
     assert sources and all(source.startswith("maxds/") for source in sources)
 
 
-@pytest.mark.newest
 @needs_libtpu
 def test_in_float8_weights_and_tokens_are_gathered_by_the_byte_and_grouped_matmuls_read_bytes():
     program = (

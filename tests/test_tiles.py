@@ -17,6 +17,8 @@ from maxds.model.kernels import Keys
 from maxds.model.tiles import LANES, causal, gates, sums
 from maxds.model.tiles import window as window_tiles
 
+pytestmark = pytest.mark.newest
+
 # What nothing was written to is not a number, and a read outside of an array ends the program.
 SIMULATED = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=True)
 

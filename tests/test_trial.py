@@ -11,6 +11,8 @@ from maxds import doctor, trial
 from maxds.model import kernels
 from maxds.model.tiles import causal
 
+pytestmark = pytest.mark.newest
+
 V3 = dataclasses.replace(tiny.V3, hidden_size=16)
 V4 = dataclasses.replace(tiny.V4, hidden_size=16, index_head_dim=16)
 V32 = dataclasses.replace(tiny.V32, hidden_size=16, index_head_dim=16)
