@@ -629,6 +629,23 @@ def test_a_program_s_peak_is_the_compiler_s_but_no_more_than_all_its_parts(told,
     assert (found.peak, found.total, found.host, found.outputs) == (expected, 116, 28, 5)
 
 
+@pytest.mark.parametrize(
+    ("limit", "fits", "expected"),
+    [
+        (3 * 2**30, True, "it fits"),
+        (
+            2**30,
+            True,
+            "NOT KNOWN: the compiler takes it, and reports 1.000 GiB more than there is",
+        ),
+        (2**30, False, "it DOES NOT FIT, by 1.000 GiB"),
+    ],
+)
+def test_what_the_compiler_takes_is_not_said_to_fit_where_its_own_figures_say_otherwise(limit, fits, expected):
+    found = fit.Fit(2**30, 0, 2**30, 0, 0, None, 2 * 2**30, limit, fits, "nothing")
+    assert report._fit_text(dataclasses.asdict(found)).splitlines()[0] == f"Fit: {expected}"
+
+
 def test_the_compiler_s_refusal_says_what_was_needed():
     message = (
         "RESOURCE_EXHAUSTED: E1000: CompileTimeHbmOom: Ran out of memory on HBM, the total memory required for HLO "

@@ -320,9 +320,16 @@ def _fit_text(data: dict) -> str:
         ("peak, by the compiler, no more than the sum", _gib(data["peak"])),
         ("in host memory", _gib(data["host"])),
     ]
+    return "\n".join([_verdict(data), _rows(rows), f"  (by {data['method']})"])
+
+
+def _verdict(data: dict) -> str:
     over = data["total"] - data["limit"]
-    verdict = "Fit: it fits" if data["fits"] else f"Fit: it DOES NOT FIT, by {_gib(over)} GiB"
-    return "\n".join([verdict, _rows(rows), f"  (by {data['method']})"])
+    if not data["fits"]:
+        return f"Fit: it DOES NOT FIT, by {_gib(over)} GiB"
+    if over > 0:
+        return f"Fit: NOT KNOWN: the compiler takes it, and reports {_gib(over)} GiB more than there is"
+    return "Fit: it fits"
 
 
 def _allocations_text(allocations: list[dict]) -> str:
