@@ -467,12 +467,13 @@ def _by_layers(declared, update, sound, weights, grads, opt_state, norm):
         layer = functools.partial(_of_layer, stack, i)
         own, own_grads = (jax.tree.map(layer, layers, tree) for tree in (new_weights, grads))
         own_state = jax.tree.map(lambda n, a, old: old if n == _OF_ALL else layer(n, a), of_state, state, opt_state)
-        changed = update(own, own_grads, host.to_device(own_state), norm)
+        own_state = host.to_device(own_state)
+        changed = _chosen(sound, update(own, own_grads, own_state, norm), (own, own_state))
         return jax.tree.map(functools.partial(_with_layer, stack, i), (layers, of_state), done, changed)
 
     done = weights, opt_state
     for stack in sorted(set(jax.tree.leaves(layers))):
-        done = lax.fori_loop(0, jnp.where(sound, max(stack, 1), 0), functools.partial(change, stack), done)
+        done = lax.fori_loop(0, max(stack, 1), functools.partial(change, stack), done)
     return done
 
 
