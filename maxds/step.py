@@ -211,10 +211,12 @@ class Stepper:
         weights, opt_state = parts(state.params), dict(state.opt_state)
         for part, own_grads in parts(grads).items():
             own, old = weights[part], opt_state[part]
-            changed = _where_they_lie
-            if host.has(old) and not host.has(own):
-                in_turn = functools.partial(_by_layers, parts(self.network.declared)[part])
-                changed = _in_a_branch if self.config.optimizer.kind == "muon" else in_turn
+            if host.has(own) or not host.has(old):
+                changed = _where_they_lie
+            elif self.config.optimizer.kind == "muon":
+                changed = _in_a_branch
+            else:
+                changed = functools.partial(_by_layers, parts(self.network.declared)[part])
             weights[part], opt_state[part] = changed(
                 functools.partial(self._update, part), sound, own, own_grads, old, norm
             )
@@ -466,8 +468,9 @@ def _by_layers(declared, update, sound, weights, grads, opt_state, norm):
         new_weights, state = done
         layer = functools.partial(_of_layer, stack, i)
         own, own_grads = (jax.tree.map(layer, layers, tree) for tree in (new_weights, grads))
-        own_state = jax.tree.map(lambda n, a, old: old if n == _OF_ALL else layer(n, a), of_state, state, opt_state)
-        own_state = host.to_device(own_state)
+        own_state = host.to_device(
+            jax.tree.map(lambda n, a, old: old if n == _OF_ALL else layer(n, a), of_state, state, opt_state)
+        )
         changed = _chosen(sound, update(own, own_grads, own_state, norm), (own, own_state))
         return jax.tree.map(functools.partial(_with_layer, stack, i), (layers, of_state), done, changed)
 
