@@ -82,6 +82,7 @@ Dtype = Literal["float32", "bfloat16"]
 @section
 class Precision:
     params: Dtype = "float32"
+    grads: Dtype = "float32"  # of gradients, to which those of each part of a batch are added
     compute: Dtype = "bfloat16"  # of activations and gathered weights; router, norms and losses stay in float32
     # fp8: the layers' matmuls, gathered weights and dispatched tokens in float8: e4m3 forward, e5m2 gradients. Router,
     # attention kernel, embedding and head are not. TPU7x multiplies in it; older TPUs and CPUs convert, to no gain.
@@ -168,6 +169,9 @@ class Optimizer:
     state_dtype: Dtype = "float32"
     # Where the state lies while gradients are computed; that of Engram's tables lies where these do.
     state_memory: Literal["device", "host"] = "device"
+    # Where weights lie, but for Engram's tables; host, only with the state: devices compute with a copy, of what layers
+    # multiply by in `precision.compute`, that is made anew each step.
+    params_memory: Literal["device", "host"] = "device"
     accumulate_steps: int = 1  # the global batch is processed in this many parts
     # Which weights and router biases change: patterns of their paths, as --describe names them, where `*` matches dots
     # too. What is frozen has no decay, no optimizer state and no part in the gradient norm.
@@ -191,6 +195,10 @@ class Optimizer:
             ),
             (self.qk_clip is None or self.qk_clip > 0, f"qk_clip={self.qk_clip} must be positive, or null"),
             (self.accumulate_steps > 0, f"accumulate_steps={self.accumulate_steps} must be positive"),
+            (
+                self.params_memory == "device" or self.state_memory == "host",
+                "params_memory=host leaves the larger state on the devices; set state_memory=host, too",
+            ),
             (bool(self.train), f"train={list(self.train)} leaves nothing to train; name some, such as ['*indexer*']"),
         )
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from maxds import flops, optimizer
+from maxds import flops, optimizer, update
 from maxds import mesh as mesh_lib
 from maxds import params as params_lib
 from maxds.architecture import Model
@@ -137,16 +137,20 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     optimizer.check(config.optimizer, layout.paths(config.model))
     precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
 
-    def shards(of: Tree) -> Tree:
-        return params_lib.derive(lambda p: _part(p, axes, precision.params), of)
+    def shards(of: Tree, dtype: str = precision.params) -> Tree:
+        return params_lib.derive(lambda p: _part(p, axes, dtype), of)
 
-    local = shards(declared)
+    local, here, grads = shards(declared), precision.params, shards(declared, precision.grads)
+    if config.optimizer.params_memory == "host":
+        here = f"a copy in {precision.compute}"
+        dtypes = {True: precision.compute, False: precision.params}
+        local = params_lib.derive(lambda p: _part(p, axes, dtypes[update.is_cast(p)]), declared)
     # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.
     kept = declared if config.optimizer.state_memory == "device" else params_lib.parts(declared, declared).get("tables")
     moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, kept, None).init, shards(kept))
     split = config.schedule.kind == "batch_split"
     # Those of a part, beside those of the parts before. `batch_split` adds each layer's as they arrive.
-    beside = 0 if config.optimizer.accumulate_steps == 1 else _size(local.outside() if split else local)
+    beside = 0 if config.optimizer.accumulate_steps == 1 else _size(grads.outside() if split else grads)
     layers = 2 if split else 1
     float8 = precision.matmul == "fp8"
 
@@ -160,9 +164,9 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     around = declared.embed, declared.hyper, declared.norm, declared.head
     turn = layout.stacks(config.model)["moe_layers"].turns(params_lib.unstacked(declared.moe_layers))
     found = {
-        f"parameters, {precision.params}": _size(local),
+        f"parameters, {here}": _size(local),
         f"optimizer state, {kind} in {state}": _size(moments),
-        "gradients" + (", of a part and of those before" if beside else ""): _size(local) + beside,
+        f"gradients, {precision.grads}" + (", of a part and of those before" if beside else ""): _size(grads) + beside,
         "embedding and head, gathered": gathered(around),
         f"MoE layers gathered at a time: {layers}": layers * max(map(gathered, turn)),
     }

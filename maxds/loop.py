@@ -280,9 +280,10 @@ class Loop:
     def evaluate(self) -> None:
         """Means of every term over the held-out batches."""
         totals: dict[str, dict[str, float]] = {}
+        weights = self.stepper.on_devices(self.state.params)
         held_out = self.data.eval_batches(self.config.eval.batches, *self.stepper.share)
         for rows in self._reading(held_out):
-            found = self.stepper.evaluate(self.state.params, self.state.router_bias, self.stepper.batch(rows))
+            found = self.stepper.evaluate(weights, self.state.router_bias, self.stepper.batch(rows))
             totals = jax.tree.map(np.add, totals, jax.device_get(found)) if totals else jax.device_get(found)
             self.watch.progress(f"a batch of the evaluation after step {self.step}")
         enabled = [name for name, coefficient in self.stepper.network.coefficients().items() if coefficient]

@@ -139,12 +139,13 @@ def map_moments(fn: Callable[[Param, jax.Array], Tree], declared: Tree, state: T
 
 
 def stored_as(dtype: jnp.dtype, declared: Tree, inner: optax.GradientTransformation) -> optax.GradientTransformation:
-    """`inner`, computing in float32 with moments that are stored in `dtype`."""
+    """`inner`, computing in float32, whatever gradients are in, with moments that are stored in `dtype`."""
 
     def cast(state: Tree, to: jnp.dtype) -> Tree:
         return map_moments(lambda _, moment: moment.astype(to), declared, state)
 
     def update(updates, state, params=None):
+        updates = jax.tree.map(lambda g: g.astype(jnp.float32), updates)
         updates, state = inner.update(updates, cast(state, jnp.dtype(jnp.float32)), params)
         return updates, cast(state, dtype)
 

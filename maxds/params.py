@@ -5,7 +5,8 @@
 
 The way of a gradient: `scatter` sums it over `fsdp` and leaves each device its shard, `reduce` sums
 the shards over the other axes; it is added to what `begin` starts from, and `finish` sums those of
-the few weights that are too small to be split.
+the few weights that are too small to be split. It is asked for as that of the gradients so far, on top of
+which it is found: these have a dtype of their own (`precision.grads`), whatever weights are stored in.
 """
 
 import dataclasses
@@ -23,6 +24,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.flatten_util import ravel_pytree
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from qwix import QArray
 
 from maxds import host
@@ -130,9 +132,9 @@ def specs(declared: Tree) -> Tree:
     return derive(lambda p: p.spec, declared)
 
 
-def shardings(declared: Tree, mesh: Mesh, tables: str | None = None) -> Tree:
-    """Where each weight lies; `tables` is the kind of memory that those lie in, by default the devices'."""
-    return derive(lambda p: NamedSharding(mesh, p.spec, memory_kind=tables if p.table else None), declared)
+def shardings(declared: Tree, mesh: Mesh, tables: str | None = None, others: str | None = None) -> Tree:
+    """Where each weight lies. Tables and the others are in these kinds of memory, by default the devices'."""
+    return derive(lambda p: NamedSharding(mesh, p.spec, memory_kind=tables if p.table else others), declared)
 
 
 def parts(declared: Tree, tree: Tree) -> dict[str, Tree]:
@@ -203,18 +205,9 @@ def init(declared: Tree, seed: jax.Array | int, dtype: jnp.dtype) -> Tree:
 # ---------------------------------------------------------------- inside shard_map: one device's program
 
 
-def no_grads(weights: Tree) -> Tree:
-    """Gradients so far, of the weights' dtypes and where these lie, before there are any."""
-    return jax.tree.map(lambda w: host.zeros(w, w.dtype), weights)
-
-
-@jax.custom_vjp
-def summed(weights: Tree, so_far: Tree) -> Tree:
-    """The weights. What is found as their gradient is that on top of those so far, of the same shapes and dtypes."""
-    return weights
-
-
-summed.defvjp(lambda weights, before: (weights, before), lambda before, g: (host.each(jnp.add, before, g), None))
+def no_grads(weights: Tree, dtype: DTypeLike = jnp.float32) -> Tree:
+    """Gradients so far, before there are any: of the weights' shapes, and where these lie."""
+    return jax.tree.map(lambda w: host.zeros(w, jnp.dtype(dtype)), weights)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -342,21 +335,24 @@ class Exchange:
 
         return derive(one, self.declared, grads, so_far)
 
-    def fetch(self, shards: Tree, quantized: Tree) -> Tree:
-        """As `gather`; the gradient finds its own way back: `scatter`, `reduce`, `finish`."""
+    def fetch(self, shards: Tree, quantized: Tree, so_far: Tree) -> Tree:
+        """As `gather`; the gradient finds its own way back: `scatter`, `reduce`, `finish`.
+
+        It is found as that of `so_far`, and on top of it: so a weight is to be fetched once.
+        """
 
         @jax.custom_vjp
-        def run(shards, w):
+        def run(so_far, w):
             return slots(w)
 
-        def backward(_, dw):
-            none_yet = jax.tree.map(lambda dtype: jnp.zeros((), dtype), dtypes)
-            return self.finish(self.reduce(self.scatter(self.total([dw]))), none_yet), None
+        def backward(before, dw):
+            found = self.reduce(self.scatter(self.total([dw])))
+            begun = jax.tree.map(lambda g, more: g.astype(jnp.float32) + more, self.begin(before), found)
+            return self.finish(begun, before), None
 
-        dtypes = jax.tree.map(lambda x: x.dtype, shards)
-        run.defvjp(lambda shards, w: (slots(w), None), backward)
+        run.defvjp(lambda so_far, w: (slots(w), so_far), backward)
         w = lax.stop_gradient(self.gather(shards, quantized))
-        return with_slots(w, run(shards, w))
+        return with_slots(w, run(so_far, w))
 
 
 def all_gather(x: jax.Array, axis: int, rings: Sequence[int]) -> jax.Array:

@@ -32,7 +32,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
 from maxds import host
-from maxds.params import Exchange, summed
+from maxds.params import Exchange
 from maxds.quantize import slots, with_slots
 
 Tree = Any
@@ -124,22 +124,24 @@ def plain(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]
     layers = [_one_by_one(member, keep, offload) for member in members]
 
     def run(params, so_far, given, xs, contexts):
-        params = summed(params, so_far)
-
         def block(xs, of_block):
             seen = []
-            for layer, stored, own in zip(layers, *of_block, strict=True):
-                xs, more = layer(xs, stored, own, contexts)
+            for layer, *of_layer in zip(layers, *of_block, strict=True):
+                xs, more = layer(xs, *of_layer, contexts)
                 seen.append(more)
             return xs, seen
 
-        return lax.scan(block, xs, (_stored(members, params), list(given)))
+        return lax.scan(block, xs, (_stored(members, params), list(so_far), list(given)))
 
     return run
 
 
 def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> Callable:
-    """A layer, (microbatches, stored weights, given, their given) -> (microbatches, seen), that keeps what is named."""
+    """A layer that keeps what is named.
+
+    It takes microbatches, stored weights, gradients so far, what it is given, and what microbatches are; and returns
+    microbatches, and what was seen.
+    """
     layer, exchange = member.layer, member.exchange
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=(*layer.always, *keep),
@@ -150,8 +152,8 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
     if "everything" in keep:
         policy = recompute_nothing
 
-    def one_layer(xs, stored, given, contexts):
-        w = exchange.fetch(*stored)
+    def one_layer(xs, stored, so_far, given, contexts):
+        w = exchange.fetch(*stored, so_far=so_far)
         outs, kepts = [], []
         for x, context in zip(xs, contexts, strict=True):
             kept = {}
@@ -410,7 +412,7 @@ class _Split:
         return ([xs[0], ends.combine(xs[1])], seen), (stored, so_far, given, contexts, w, tapes, rooms)
 
     def backward(self, residuals, cotangents):
-        """Returns the gradients of the arguments of `forward`; each layer's is added to those so far as it arrives."""
+        """Returns the gradients of the arguments of `forward`; the weights' as those of the gradients so far."""
         stored, so_far, given, contexts, w, tapes, rooms = residuals
         dxs, _ = cotangents
 
@@ -436,7 +438,7 @@ class _Split:
         (dxs, *_, above, shards, grads), _ = lax.scan(one_turn, start, turns, reverse=True)
         grads = self.settle(self.settle(grads, 0, -1, shards), 0, -2, self.scatter(0, *above))
         grads = [m.exchange.finish(g, own) for m, g, own in zip(self.members, grads, so_far, strict=True)]
-        return grads, None, None, dxs, None
+        return None, grads, None, dxs, None
 
     def none_yet(self, stored):
         """Zeros, for gradients of the two layers that would be above the last: scattered in part, and wholly."""

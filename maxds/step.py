@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxds import host, optimizer, params, tables
+from maxds import host, optimizer, params, tables, update
 from maxds import mesh as mesh_lib
 from maxds.config import STAGE_NAMES, Config, Loss
 from maxds.model import attention, deepseek, layout
@@ -110,17 +110,20 @@ class Stepper:
         declared, mesh, config = self.network.declared, self.mesh, self.config
         everywhere = jax.tree.map(lambda _: mesh_lib.replicated(mesh), shapes)
         memories = {"weights": config.optimizer.state_memory, "tables": config.schedule.tables}
-        kinds = {part: host.KIND if memory == "host" else None for part, memory in memories.items()}
 
         def moments(part: str, own: Tree) -> Tree:
-            sharding = functools.partial(NamedSharding, mesh, memory_kind=kinds[part])
+            sharding = functools.partial(NamedSharding, mesh, memory_kind=_kind(memories[part]))
             return optimizer.map_moments(lambda p, _: sharding(p.spec), own, everywhere.opt_state[part])
 
         return dataclasses.replace(
             everywhere,
-            params=params.shardings(declared, mesh, kinds["tables"]),
+            params=self._where_weights_lie(config.optimizer.params_memory),
             opt_state={part: moments(part, own) for part, own in params.parts(declared, declared).items()},
         )
+
+    def _where_weights_lie(self, memory: str) -> layout.Weights:
+        """Their shardings, but for tables in this memory."""
+        return params.shardings(self.network.declared, self.mesh, _kind(self.config.schedule.tables), _kind(memory))
 
     def init(self) -> TrainState:
         """A fresh state, drawn straight into its shards."""
@@ -156,7 +159,8 @@ class Stepper:
         """
         shares = {name: _share(self.config.loss, name, state.step) for name in mode.terms}
         enabled = Mode({name: on * shares[name] for name, on in mode.terms.items()}, mode.update)
-        grads, sums, counts, seen = self.loss_and_grads(state.params, state.router_bias, batch, enabled)
+        here = self._copied(state.params)
+        grads, sums, counts, seen = self.loss_and_grads(here, state.router_bias, batch, enabled)
         norm = self._norm(grads)
         sound = self._sound(norm, state.typical_norm) & mode.update
         weights, opt_state = self._updated(state, grads, norm, sound)
@@ -169,7 +173,7 @@ class Stepper:
             step=state.step + mode.update.astype(jnp.int32),
             params=self._clipped(weights, seen.top_score, sound),
             opt_state=opt_state,
-            **{name: _chosen(sound, value, getattr(state, name)) for name, value in changed.items()},
+            **{name: update.chosen(sound, value, getattr(state, name)) for name, value in changed.items()},
         )
         terms = {name: sums[name] / jnp.maximum(counts[name], 1).astype(jnp.float32) for name in sums}
         coefficients = self.network.coefficients()
@@ -190,13 +194,16 @@ class Stepper:
         """Of the gradients of all that is trained."""
         trained = jax.tree.leaves(jax.tree.map(lambda trained, g: g if trained else None, self.is_trained, grads))
         of_tables = [self._square(g) for g in trained if host.has(g)]
-        return jnp.sqrt(optax.tree.norm([g for g in trained if not host.has(g)], squared=True) + sum(of_tables))
+        others = [g.astype(jnp.float32) for g in trained if not host.has(g)]
+        return jnp.sqrt(optax.tree.norm(others, squared=True) + sum(of_tables))
 
     def _square(self, table):
         """The squared norm of what lies in the hosts' memory, split as tables are."""
 
         def of_device(shard):
-            return lax.psum(host.to_device(host.beside(lambda g: jnp.sum(g * g), shard)), tables.AXES)
+            return lax.psum(
+                host.to_device(host.beside(lambda g: jnp.sum(jnp.square(g.astype(jnp.float32))), shard)), tables.AXES
+            )
 
         return jax.shard_map(of_device, mesh=self.mesh, in_specs=P(tables.AXES), out_specs=P(), check_vma=False)(table)
 
@@ -211,12 +218,12 @@ class Stepper:
         weights, opt_state = parts(state.params), dict(state.opt_state)
         for part, own_grads in parts(grads).items():
             own, old = weights[part], opt_state[part]
-            if host.has(own) or not host.has(old):
-                changed = _where_they_lie
+            if part == "tables" or not host.has(old):
+                changed = update.where_they_lie
             elif self.config.optimizer.kind == "muon":
-                changed = _in_a_branch
+                changed = update.in_a_branch
             else:
-                changed = functools.partial(_by_layers, parts(self.network.declared)[part])
+                changed = functools.partial(update.by_layers, parts(self.network.declared)[part])
             weights[part], opt_state[part] = changed(
                 functools.partial(self._update, part), sound, own, own_grads, old, norm
             )
@@ -235,11 +242,13 @@ class Stepper:
         limit = self.config.optimizer.qk_clip
         if limit is None:
             return weights
-        clipped = layout.map_attention(
-            lambda stack, w: attention.clipped(self.config.model, w, top_score[stack], limit), weights
-        )
-        kept = jax.tree.map(lambda trained, new, old: new if trained else old, self.is_trained, clipped, weights)
-        return _chosen(sound, kept, weights)
+
+        def of_stack(stack: str, w: attention.Attention) -> attention.Attention:
+            top = jnp.where(sound, top_score[stack], 0)
+            return host.put_as(attention.clipped(self.config.model, host.to_device(w), top, limit), w)
+
+        clipped = layout.map_attention(of_stack, weights)
+        return jax.tree.map(lambda trained, new, old: new if trained else old, self.is_trained, clipped, weights)
 
     def _balanced(self, bias, load, step):
         """The router biases that change, after the step."""
@@ -261,8 +270,24 @@ class Stepper:
         finite = jnp.isfinite(norm)
         return finite if spike is None else finite & ((typical == 0) | (norm < spike * typical))
 
+    def _copied(self, weights: layout.Weights) -> layout.Weights:
+        """The weights as devices compute with them: themselves, or of those in host memory, but tables, a copy."""
+        if self.config.optimizer.params_memory == "device":
+            return weights
+        declared, compute = self.network.declared, jnp.dtype(self.config.precision.compute)
+        own, about = (params.parts(declared, tree)["weights"] for tree in (weights, declared))
+        return params.joined([update.copied(about, compute, own), weights])
+
+    @functools.cached_property
+    def on_devices(self):
+        """What devices compute with, of the state's weights: to be given to other programs than `train`."""
+        return jax.jit(self._copied, out_shardings=self._where_weights_lie("device"))
+
     def loss_and_grads(self, weights, bias, batch, mode: Mode):
-        """Gradients (sharded as the weights); sums and counts of each term; what was seen: of the global batch."""
+        """Gradients, of dtype `precision.grads`; sums and counts of each term; what was seen: of the global batch.
+
+        Its weights, and those of evaluation, are `on_devices`.
+        """
         spec, batch_spec = params.specs(self.network.declared), self.batch_sharding.spec
         return jax.shard_map(
             self._per_device,
@@ -281,8 +306,8 @@ class Stepper:
             name: enabled[name] * coefficients[name] / jnp.maximum(count, 1).astype(jnp.float32)
             for name, count in counts.items()
         }
-        differentiate = jax.grad(network.objective, has_aux=True)
-        grads = params.no_grads(weights)
+        differentiate = jax.grad(network.objective, argnums=1, has_aux=True)
+        grads = params.no_grads(weights, self.config.precision.grads)
         if parts == 1:
             grads, aux = differentiate(weights, grads, bias, batch, scales)
         else:
@@ -429,76 +454,9 @@ class Stepper:
         return {name: array(filled(name, own)) for name, own in rows.items()}
 
 
-def _chosen(sound: jax.Array, new: Tree, old: Tree) -> Tree:
-    return jax.tree.map(lambda a, b: jnp.where(sound, a, b), new, old)
-
-
-def _where_they_lie(update, sound, weights, grads, opt_state, norm):
-    """Weights and optimizer state after an update, or as before where it is not sound; computed where weights lie."""
-
-    def chosen(weights, grads, opt_state, norm, sound):
-        return _chosen(sound, update(weights, grads, opt_state, norm), (weights, opt_state))
-
-    weights, new = host.beside(chosen, weights, grads, opt_state, norm, sound)
-    return weights, host.put_as(new, opt_state)
-
-
-def _in_a_branch(update, sound, weights, grads, opt_state, norm):
-    """The same on devices, to which the optimizer state comes from host memory, and goes back.
-
-    Without the branch the compiler would fetch it while gradients are computed, and there is no room for it.
-    """
-
-    def apply(weights, opt_state):
-        weights, new = update(weights, grads, host.to_device(opt_state), norm)
-        return weights, host.put_as(new, opt_state)
-
-    return lax.cond(sound, apply, lambda *before: before, weights, opt_state)
-
-
-def _by_layers(declared, update, sound, weights, grads, opt_state, norm):
-    """The same of a layer after the other, for an optimizer that changes each number by itself.
-
-    So one layer's moments are here at a time. While layers of some number are in turn, arrays of others are empty.
-    """
-    layers = params.derive(_layers, declared)
-    of_state = optimizer.map_moments(lambda p, _: _layers(p), declared, jax.tree.map(lambda _: _OF_ALL, opt_state))
-
-    def change(stack, i, done):
-        new_weights, state = done
-        layer = functools.partial(_of_layer, stack, i)
-        own, own_grads = (jax.tree.map(layer, layers, tree) for tree in (new_weights, grads))
-        own_state = host.to_device(
-            jax.tree.map(lambda n, a, old: old if n == _OF_ALL else layer(n, a), of_state, state, opt_state)
-        )
-        changed = _chosen(sound, update(own, own_grads, own_state, norm), (own, own_state))
-        return jax.tree.map(functools.partial(_with_layer, stack, i), (layers, of_state), done, changed)
-
-    done = weights, opt_state
-    for stack in sorted(set(jax.tree.leaves(layers))):
-        done = lax.fori_loop(0, max(stack, 1), functools.partial(change, stack), done)
-    return done
-
-
-_OF_ALL = -1  # stands for the layers of what is no array of a weight: how many updates there were
-
-
-def _layers(p: params.Param) -> int:
-    """How many layers a stacked array of matrices has; 0: it is no such array."""
-    return p.shape[0] if p.dims.startswith("b") and not p.axes[0] else 0
-
-
-def _of_layer(stack: int, i: jax.Array, layers: int, a: jax.Array) -> jax.Array:
-    if layers != stack:
-        return jnp.zeros(0, a.dtype)
-    return lax.dynamic_index_in_dim(a, i) if stack else a
-
-
-def _with_layer(stack: int, i: jax.Array, layers: int, old: jax.Array, new: jax.Array) -> jax.Array:
-    if layers not in (stack, _OF_ALL):
-        return old
-    new = host.put_as(new, old)
-    return lax.dynamic_update_index_in_dim(old, new, i, 0) if layers == stack != 0 else new
+def _kind(memory: str) -> str | None:
+    """Of memory, as shardings name it; None: the devices'."""
+    return host.KIND if memory == "host" else None
 
 
 def _filled(segments: jax.Array) -> jax.Array:

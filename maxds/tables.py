@@ -49,17 +49,20 @@ class _Asked(NamedTuple):
         return places, _swap(self.rows.at[at].get(mode="fill", fill_value=-1))
 
 
-def look_up(shard: jax.Array, rows: jax.Array, wanted: jax.Array, traffic: Traffic) -> jax.Array:
+def look_up(
+    shard: jax.Array, so_far: jax.Array | None, rows: jax.Array, wanted: jax.Array, traffic: Traffic
+) -> jax.Array:
     """Rows of a table, [… columns]; zeros for those that are not wanted.
 
     Args:
       shard: this device's rows of the table.
+      so_far: gradients of these, on top of which, and as whose gradient, theirs are found; None: none are wanted.
       rows: int32 […].
       wanted: bool, of the same shape.
       traffic: how they travel.
     """
     asked = _ask(rows.reshape(-1), wanted.reshape(-1), len(shard))
-    found = _look_up(traffic)(shard, asked)
+    found = _look_up(traffic)(shard, so_far, asked)
     return found.reshape(*rows.shape, -1)
 
 
@@ -81,7 +84,7 @@ def _look_up(traffic: Traffic):
         return lax.fori_loop(0, rounds, lambda i, so_far: body(so_far, *asked.of_round(i, room)), start)
 
     @jax.custom_vjp
-    def run(shard, asked):
+    def run(shard, so_far, asked):
         def one_round(found, places, theirs):
             sent = host.beside(_taken, shard, jnp.maximum(theirs, 0))
             return found.at[places].set(_swap(host.to_device(sent).astype(traffic.compute)), mode="drop")
@@ -89,7 +92,7 @@ def _look_up(traffic: Traffic):
         return in_rounds(asked, one_round, jnp.zeros((len(asked.places), shard.shape[1]), traffic.compute))
 
     def backward(residuals, dy):
-        shard, asked = residuals
+        so_far, asked = residuals
 
         def one_round(grads, places, theirs):
             sent = _swap(dy.at[places].get(mode="fill", fill_value=0))
@@ -98,10 +101,10 @@ def _look_up(traffic: Traffic):
             sent = jnp.where(theirs[..., None] < 0, 0, sent).astype(jnp.float32)
             return host.beside(_added, grads, jnp.maximum(theirs, 0), sent)
 
-        grads = in_rounds(asked, one_round, host.zeros(shard, jnp.dtype(jnp.float32)))
-        return host.beside(lambda g: g.astype(shard.dtype), grads), None
+        grads = in_rounds(asked, one_round, host.beside(lambda g: g.astype(jnp.float32), so_far))
+        return None, host.beside(lambda g: g.astype(so_far.dtype), grads), None
 
-    run.defvjp(lambda shard, asked: (run(shard, asked), (shard, asked)), backward)
+    run.defvjp(lambda shard, so_far, asked: (run(shard, so_far, asked), (so_far, asked)), backward)
     return run
 
 

@@ -313,7 +313,9 @@ def finish(config: Config, training: loop.Loop, log: metrics.Log) -> None:
     log.flush()
     text = None
     if config.sample is not None:
-        text = generate.sample_text(training.stepper, training.state, training.data.tokenizer, config.sample)
+        state = training.state
+        state = dataclasses.replace(state, params=training.stepper.on_devices(state.params))
+        text = generate.sample_text(training.stepper, state, training.data.tokenizer, config.sample)
     if jax.process_index() != 0:
         return
     try:

@@ -126,7 +126,7 @@ def _for_use(config: Config, folder: str, mesh: Mesh) -> Config:
         config,
         run_dir=folder,
         data=dataclasses.replace(config.data, global_batch=mesh.size, ramp=()),
-        optimizer=dataclasses.replace(config.optimizer, accumulate_steps=1),
+        optimizer=dataclasses.replace(config.optimizer, accumulate_steps=1, params_memory="device"),
         mesh=dataclasses.replace(config.mesh, context_parallel=False),
         schedule=config_lib.Schedule(kind="plain", capacity=config.schedule.capacity),
     )

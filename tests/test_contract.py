@@ -283,9 +283,8 @@ def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtyp
     assert dtypes(backward, "psum", "data") == {dcn: len(SPLIT)}
 
 
-@pytest.mark.parametrize(("kind", "added"), [("batch_split", 0), ("plain", 2)])
-def test_gradients_of_layers_are_not_added_to_those_of_the_parts_before_as_a_whole(kind, added):
-    """They would lie in memory twice, as with `plain`, whose backward pass is JAX's."""
+@pytest.mark.parametrize("kind", ["batch_split", "plain"])
+def test_gradients_of_layers_are_not_added_to_those_of_the_parts_before_as_a_whole(kind):
     config = configured(MODEL, kind, (1, 2, 2), optimizer={"accumulate_steps": 2})
     stepper = tiny.stepper(config)
     with tiny.strictly():
@@ -293,7 +292,7 @@ def test_gradients_of_layers_are_not_added_to_those_of_the_parts_before_as_a_who
     experts = stepper.abstract_state.params.moe_layers["experts"]
     stacks = [a.sharding.shard_shape(a.shape) for a in jax.tree.leaves(experts)]
     sums = [e for name, e, _ in jaxprs.equations(program) if name in ("add", "add_any")]
-    assert len(stacks) == 2 and sum(e.outvars[0].aval.shape in stacks for e in sums) == added
+    assert len(stacks) == 2 and not any(e.outvars[0].aval.shape in stacks for e in sums)
 
 
 # ----------------------------------------------------------------------------------------- float8

@@ -114,7 +114,7 @@ def test_a_device_holds_nothing_of_tables_that_lie_in_host_memory():
     )
     gone = {name: size - there[name] for name, size in here.items()}
     own = numbers // 16 * 4
-    assert gone["parameters, float32"] == gone["gradients"] == own
+    assert gone["parameters, float32"] == gone["gradients, float32"] == own
     assert 2 * own <= gone["optimizer state, muon in float32"] <= 2 * own + 32  # and scalars
     assert sum(gone.values()) <= 4 * own + 32
 
@@ -167,7 +167,7 @@ def gradients(kind, parts):
     """Bytes of a device."""
     overrides = f"schedule.kind={kind}", f"optimizer.accumulate_steps={parts}"
     text = describe.describe(load("deepseek2-16b", *overrides), 16)
-    return int(row(text, "gradients")[1].replace(",", ""))
+    return int(row(text, "gradients, float32")[1].replace(",", ""))
 
 
 def test_accumulation_holds_gradients_twice_but_for_layers_that_batch_split_adds_to():

@@ -11,7 +11,7 @@ import tiny
 
 from maxds import host
 from maxds.aot import remedies, topology
-from maxds.config import Ramp
+from maxds.config import Precision, Ramp
 
 CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 4)  # host memory moves 1 GB/s
 PEAK = 1e12
@@ -55,8 +55,9 @@ def held(config):
     names = {"attention_input", *schedule.keep} - set(schedule.offload)
     state = stepper.abstract_state
     weights, mtp = state.params, dataclasses.replace(state.params.mtp, layer=None)
-    found = size((weights, state.opt_state)) + size(weights)
-    comes_when_that_has_gone = size(state.opt_state, away=True)
+    here = jax.eval_shape(stepper.on_devices, weights)
+    found = size((here, state.opt_state)) + held_of_weights(config)
+    comes_when_that_has_gone = size(state.opt_state, away=True) if config.optimizer.kind == "muon" else 0
     found += max(sum(kept(config)[n] for n in names), comes_when_that_has_gone)
     twice = weights.embed, weights.norm, weights.head, mtp  # of a part and of those before
     return found + (size(twice) if config.optimizer.accumulate_steps > 1 else 0)
@@ -105,6 +106,15 @@ def test_optimizer_state_in_host_memory_comes_and_goes_once_a_step():
     moments = 2 * held_of_weights(BASE)
     assert moved.seconds == pytest.approx(2 * moments / 1e9, rel=1e-3)  # and scalars
     assert not moved.rounds
+
+
+def test_weights_in_host_memory_come_twice_a_step_and_go_once():
+    base = dataclasses.replace(BASE, precision=Precision(compute="bfloat16"))
+    found = remedies.changes(tiny.stepper(base), CHIP, PEAK, 2 * held_of_weights(base) + 1)
+    away = "optimizer.state_memory=host", "optimizer.params_memory=host"
+    (moved,) = (change for change in found if change.overrides == away)
+    assert moved.saved == pytest.approx(held(base) - held(changed(moved, base)), abs=8)
+    assert moved.seconds == pytest.approx((2 * 2 + 3) * held_of_weights(base) / 1e9, rel=1e-3)
 
 
 def test_parts_of_less_than_a_sequence_a_device_have_sequences_split():

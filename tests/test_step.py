@@ -151,6 +151,42 @@ def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(layers,
     assert_identical(arrays(after), before)
 
 
+@pytest.mark.parametrize(
+    ("kind", "optimizer"),
+    [("batch_split", {"kind": "adamw"}), ("plain", {"kind": "adamw", "qk_clip": 1e-3}), ("plain", {"kind": "muon"})],
+    ids=["batch_split", "plain, QK-Clip", "plain, Muon"],
+)
+def test_weights_in_host_memory_train_alike_by_a_copy_in_the_compute_dtype_and_go_back_there(kind, optimizer):
+    """Alike to the bit: gradients are not rounded as the copy is."""
+    optimizer = {"accumulate_steps": 2, "state_memory": "host"} | optimizer
+    config = tiny.config(ONE_LAYER, kind, (1, 2, 2), optimizer=optimizer, precision={"compute": "bfloat16"})
+    away = dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, params_memory="host"))
+    here, there, batch = tiny.stepper(config), tiny.stepper(away), tiny.inputs(config)[2]
+    (expected, _), (found, _) = (s.train(tiny.state(s.config), batch, s.training) for s in (here, there))
+    assert {a.sharding.memory_kind for a in jax.tree.leaves(found.params)} == {host.KIND}
+    assert_identical(arrays(found), arrays(expected))
+    copy = there.on_devices(found.params)
+    assert {a.sharding.memory_kind for a in jax.tree.leaves(copy)} == {"device"}
+    assert {a.dtype.name for a in jax.tree.leaves(copy.moe_layers["experts"])} == {"bfloat16"}
+    judged = (s.evaluate(s.on_devices(found.params), found.router_bias, batch) for s in (here, there))
+    assert_identical(*map(arrays, judged))
+
+
+def test_gradients_have_a_dtype_of_their_own():
+    def found(**precision):
+        config = tiny.config(ONE_LAYER, mesh=(1, 2, 2), precision=precision, optimizer={"accumulate_steps": 2})
+        weights, bias, batch = tiny.inputs(config)
+        weights = jax.tree.map(lambda w: w.astype("bfloat16").astype(precision.get("params", w.dtype)), weights)
+        with tiny.strictly():
+            return tiny.loss_and_grads(config)(weights, bias, batch, tiny.stepper(config).training)[0]
+
+    of_float32, of_bfloat16, rounded = found(), found(params="bfloat16"), found(grads="bfloat16")
+    assert_identical(arrays(of_bfloat16), arrays(of_float32))
+    assert {a.dtype.name for a in jax.tree.leaves(rounded)} == {"bfloat16"}
+    for a, b in zip(arrays(rounded), arrays(of_float32), strict=True):
+        np.testing.assert_allclose(a.astype(np.float32), b, rtol=2**-6, atol=2**-7 * np.abs(b).max())
+
+
 @pytest.mark.parametrize("term", ["main", "z_loss", "balance", "mtp_1"])
 def test_a_probe_reports_the_gradient_of_its_term_and_changes_nothing(term):
     before = arrays(tiny.state(CONFIG))

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -120,9 +121,11 @@ def _dtypes(config: Config) -> Iterator[Setting]:
 
 
 def _memories(config: Config) -> Iterator[Setting]:
-    """Moments in host memory."""
+    """Moments in host memory, or weights too."""
     if config.optimizer.state_memory == "device":
         yield {"optimizer": {"state_memory": "host"}}
+    if config.optimizer.params_memory == "device":
+        yield {"optimizer": {"state_memory": "host", "params_memory": "host"}}
 
 
 def _meshes(stepper: Stepper) -> Iterator[Setting]:
@@ -167,11 +170,12 @@ class _Budget:
     def bytes(self, config: Config) -> float:
         """In HBM: the state, the sums of gradients, and what layers keep while a part of the batch is on its way.
 
-        What of the state is in host memory comes when that has gone.
+        What of the state is in host memory comes when that has gone: for Muon as a whole, for AdamW a layer at a time.
         """
         smaller = self.config.optimizer.accumulate_steps / config.optimizer.accumulate_steps
-        kept = sum(self.stepper.kept_bytes[name] for name in _on_device(config.schedule))
-        return self.held(config.optimizer, config.mesh) + max(kept * smaller, self._away(config))
+        kept = sum(self.stepper.kept_bytes[name] for name in _on_device(config.schedule)) * smaller
+        held = self.held(config.optimizer, config.mesh)
+        return held + (max(kept, self._here(config) - held) if config.optimizer.kind == "muon" else kept)
 
     def seconds(self, config: Config) -> float:
         """Of a step: what is computed again, what goes to host memory and comes back, and what weights travel."""
@@ -179,14 +183,25 @@ class _Budget:
         tokens = data.global_batch * data.sequence_length / self.stepper.mesh.size
         again = sum(n for name, n in _flops(config).items() if name not in (*schedule.keep, *schedule.offload))
         sent = sum(self.stepper.kept_bytes.get(name, 0) for name in schedule.offload)
-        sent *= self.config.optimizer.accumulate_steps  # of all parts
-        sent += self._away(config)
-        return tokens * again / self.peak + 2 * sent / self.chip.host + parts * self.travelling(config.mesh)
+        sent *= 2 * self.config.optimizer.accumulate_steps  # there and back, of all parts
+        sent += self._travels(config)
+        return tokens * again / self.peak + sent / self.chip.host + parts * self.travelling(config.mesh)
 
-    def _away(self, config: Config) -> float:
-        """Of the optimizer's state, what is in host memory while gradients are computed."""
-        here = dataclasses.replace(config.optimizer, state_memory="device")
-        return self.held(here, config.mesh) - self.held(config.optimizer, config.mesh)
+    def _here(self, config: Config) -> float:
+        """What would be held with all of the state on the devices."""
+        here = dataclasses.replace(config.optimizer, state_memory="device", params_memory="device")
+        return self.held(here, config.mesh)
+
+    def _travels(self, config: Config) -> float:
+        """Of the state in host memory: moments come and go, and weights come once more, for their copy."""
+        if config.optimizer.params_memory == "device":
+            return 2 * (self._here(config) - self.held(config.optimizer, config.mesh))
+        of_moments = dataclasses.replace(config.optimizer, params_memory="device")
+        axes = mesh_lib.sizes(config.mesh, self.stepper.mesh.size)
+        declared = params.flatten(self.stepper.network.declared).values()
+        weights = sum(p.size // math.prod(p.parts(axes)) for p in declared if not p.table)
+        moments = self._here(config) - self.held(of_moments, config.mesh)
+        return 2 * moments + 3 * weights * jnp.dtype(config.precision.params).itemsize
 
     def _held(self, chosen: Optimizer, mesh: Mesh) -> float:
         config = dataclasses.replace(self.config, optimizer=chosen, mesh=mesh)

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from maxds import params
 from maxds.mesh import AXES
 from maxds.model import cache as cache_lib
 from maxds.model import deepseek, engram, layout, ops, residual
@@ -138,7 +139,7 @@ class Decoder:
 
         def look_up(tokens: jax.Array, segments: jax.Array) -> jax.Array:
             sought = dataclasses.replace(context, tokens=tokens, segments=segments)
-            return self.network.look_up(layer, table, self.bias["engrams"], [sought])[0]
+            return self.network.look_up(layer, table, None, self.bias["engrams"], [sought])[0]
 
         x, echoes = advance(cache[f"engram_{layer}"][0], w, x, context, look_up)
         return x, [echoes]
@@ -172,9 +173,10 @@ def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Deco
         members = network.members(stack, network.declared.stack(name))
         shards = stack.turns(weights.stack(name))
         stored[name] = [(s, jax.vmap(m.exchange.quantize)(s)) for s, m in zip(shards, members, strict=True)]
-    engrams = {i: weights.engrams[str(i)] for i in c.engram_layer_ids}
-    gathered = {i: (w.table, network.fetch_engram(i, w)) for i, w in engrams.items()}
-    return Decoder(network, stored, bias, network.outer(weights), gathered)
+    none = params.no_grads(weights)
+    engrams = {i: (weights.engrams[str(i)], none.engrams[str(i)]) for i in c.engram_layer_ids}
+    gathered = {i: (own[0].table, network.fetch_engram(i, *own)) for i, own in engrams.items()}
+    return Decoder(network, stored, bias, network.outer(weights, none), gathered)
 
 
 def _anywhere(active: jax.Array) -> jax.Array:

@@ -159,51 +159,57 @@ class Network:
         """All layers of the main model on microbatches -> streams before the final norm, stack -> what was seen."""
         contexts = [self.context(b) for b in batches]
         xs, seen = [self.enter(table, b["tokens"]) for b in batches], {}
+        engrams = {i: (weights.engrams[str(i)], so_far.engrams[str(i)]) for i in self.model.engram_layer_ids}
         found = {
-            i: self.look_up(i, weights.engrams[str(i)].table, bias["engrams"], contexts)
-            for i in self.model.engram_layer_ids
+            i: self.look_up(i, w.table, before.table, bias["engrams"], contexts) for i, (w, before) in engrams.items()
         }
         for name, stack in layout.stacks(self.model).items():
             if stack.engram is not None:
-                xs = self.remember(stack.engram, weights, xs, found[stack.engram], contexts)
+                xs = self.remember(stack.engram, engrams[stack.engram], xs, found[stack.engram], contexts)
             with jax.named_scope(name):
                 chain = self.chain(stack, self.declared.stack(name))
                 xs, seen[name] = chain(weights.stack(name), so_far.stack(name), bias.get(name), xs, contexts)
         return xs, contexts, seen
 
-    def look_up(self, layer: int, table: jax.Array, classes: jax.Array, contexts: Sequence[Context]) -> list[jax.Array]:
-        """What the Engram of a layer has of the tokens of each microbatch, [B S engram_dim], in its table's shards."""
+    def look_up(self, layer: int, table, so_far, classes: jax.Array, contexts: Sequence[Context]) -> list[jax.Array]:
+        """What the Engram of a layer has of the tokens of each microbatch, [B S engram_dim], in its table's shards.
+
+        `so_far` is as of `tables.look_up`.
+        """
         c = self.model
         traffic = tables.Traffic(self.config.schedule.capacity, jnp.dtype(self.config.precision.compute))
         tokens, segments = (jnp.concatenate([getattr(x, k) for x in contexts]) for k in ("tokens", "segments"))
         with jax.named_scope("look_up"):
             rows = engram.rows(c, layer, classes, tokens, segments)
             wanted = jnp.broadcast_to(segments[..., None] > 0, rows.shape)
-            found = tables.look_up(table, rows, wanted, traffic)
+            found = tables.look_up(table, so_far, rows, wanted, traffic)
             return jnp.split(found.reshape(*tokens.shape, c.engram_dim), len(contexts))
 
-    def remember(self, layer: int, weights: Weights, xs, found, contexts) -> list[Stream]:
-        """The streams of all microbatches with what the Engram of a layer adds to them. Only its input is kept."""
+    def remember(self, layer: int, own: tuple[engram.Engram, engram.Engram], xs, found, contexts) -> list[Stream]:
+        """The streams of all microbatches with what the Engram of a layer adds to them. Only its input is kept.
 
-        def run(shards, xs, found):
-            w = self.fetch_engram(layer, shards)
+        Its `own` are its weights, and gradients of these so far.
+        """
+
+        def run(own, xs, found):
+            w = self.fetch_engram(layer, *own)
             each = zip(xs, found, contexts, strict=True)
             return [engram.remember(self.model, w, x, of_x, context.segments) for x, of_x, context in each]
 
         everything = "everything" in self.config.schedule.keep
         policy = schedule.recompute_nothing if everything else None
         with jax.named_scope("engram"):
-            return jax.checkpoint(run, policy=policy)(_without_table(weights.engrams[str(layer)]), xs, found)
+            return jax.checkpoint(run, policy=policy)(tuple(map(_without_table, own)), xs, found)
 
-    def fetch_engram(self, layer: int, weights: engram.Engram) -> engram.Engram:
+    def fetch_engram(self, layer: int, weights: engram.Engram, so_far: engram.Engram) -> engram.Engram:
         """The weights of a layer's Engram, gathered, but for its table, which stays where it is."""
         exchange = self.exchange(_without_table(self.declared.engrams[str(layer)]))
         shards = _without_table(weights)
-        return exchange.fetch(shards, exchange.quantize(shards))
+        return exchange.fetch(shards, exchange.quantize(shards), _without_table(so_far))
 
     def tapes(self, weights: Weights, bias: dict, batch: dict) -> dict[str, list[schedule.Tape]]:
         """Stack -> what each kind of layer could hand to its backward pass, of one microbatch twice: for its shapes."""
-        table = self.outer(weights).embed
+        table = self.outer(weights, params_lib.no_grads(weights)).embed
         first = self.split(batch)[0]
         x, context = self.enter(table, first["tokens"]), self.context(first)
         found = {}
@@ -245,8 +251,8 @@ class Network:
             self.exchange(_without_layer(params_lib.unstacked(declared))),
         )
         for depth in range(self.model.num_nextn_predict_layers):
-            shards = schedule.at(_without_layer(weights), depth)
-            w = entry.fetch(shards, entry.quantize(shards))
+            shards, before = schedule.at((_without_layer(weights), _without_layer(so_far)), depth)
+            w = entry.fetch(shards, entry.quantize(shards), before)
             xs = [self._enter_mtp(w, table, norm, x, t) for x, t in zip(xs, targets, strict=True)]
             present = [self._only_before(t, c) for t, c in zip(targets, contexts, strict=True)]
             of_layer = jax.tree.map(lambda a, i=depth: a[i : i + 1], (weights.layer, so_far.layer, bias))
@@ -280,12 +286,12 @@ class Network:
             row = dataclasses.replace(row, segments=sequences.whole(segments))
         return dataclasses.replace(context, segments=segments, row=row)
 
-    def outer(self, weights: Weights) -> Outer:
+    def outer(self, weights: Weights, so_far: Weights) -> Outer:
         """What is neither of a layer nor of an MTP module, gathered."""
         declared, names = self.declared, ("embed", "hyper", "norm", "head")
         exchange = self.exchange({n: getattr(declared, n) for n in names})
-        shards = {n: getattr(weights, n) for n in names}
-        w = exchange.fetch(shards, exchange.quantize(shards))
+        shards, before = ({n: getattr(tree, n) for n in names} for tree in (weights, so_far))
+        w = exchange.fetch(shards, exchange.quantize(shards), before)
         return Outer(w["embed"], w["hyper"], w["norm"], w["embed"].T if w["head"] is None else w["head"])
 
     def split(self, batch: dict) -> list[dict]:
@@ -296,12 +302,13 @@ class Network:
     # ----------------------------------------------------------------------------------- loss
 
     def objective(self, weights: Weights, so_far: Weights, bias: dict, batch: dict, scales: dict[str, jax.Array]):
-        """The loss of one device's batch, to be differentiated.
+        """The loss of one device's batch, to be differentiated with respect to `so_far`.
 
         Args:
           weights: this device's shards.
-          so_far: gradients, on top of which those of the weights are found (at first `params.no_grads`). Each layer's
-            are added as they arrive: all of them, to be added afterwards, would lie in memory twice.
+          so_far: gradients, on top of which, and as whose gradient, those of the weights are found (at first
+            `params.no_grads`). Each layer's are added as they arrive: all of them, to be added afterwards, would lie in
+            memory twice.
           bias: as `router_bias`.
           batch: int32 [B S] `tokens`, `targets` (-1: none), `segments`, `positions`.
           scales: what each term's sum is multiplied by: its coefficient / its global weight.
@@ -309,8 +316,7 @@ class Network:
         Returns:
           sum of scale * sum over the terms; {term: sum}, what was seen.
         """
-        weights = params_lib.joined([params_lib.summed(weights.outside(), so_far.outside()), weights])
-        table, hyper, norm, head = self.outer(weights)
+        table, hyper, norm, head = self.outer(weights, so_far)
         batches = self.split(batch)
         xs, contexts, seen = self.trunk(weights, so_far, bias, table, batches)
         head_loss = functools.partial(self._head_loss, head)
@@ -369,8 +375,9 @@ class Network:
 
     def logits(self, weights: Weights, bias: dict, batch: dict) -> jax.Array:
         """Logits [B S V] float32 of one device's batch."""
-        table, hyper, norm, head = self.outer(weights)
-        xs, _, _ = self.trunk(weights, params_lib.no_grads(weights), bias, table, self.split(batch))
+        none = params_lib.no_grads(weights)
+        table, hyper, norm, head = self.outer(weights, none)
+        xs, _, _ = self.trunk(weights, none, bias, table, self.split(batch))
         h = jnp.concatenate([residual.leave(self.model, hyper, x) for x in xs])
         h = ops.rms_norm(h, norm, self.model.rms_norm_eps)
         return jnp.einsum("bsd,dv->bsv", h, head, preferred_element_type=jnp.float32)

@@ -21,7 +21,7 @@ GIB = 2**30
 NO_MTP = "loss.mtp=0 loss.later=[] model.num_nextn_predict_layers=0"
 ALONE = f"{NO_MTP} optimizer.accumulate_steps=1"  # one part, as the figures of others are
 SPLIT = "mesh.context_parallel=true"
-SMALL = f"{ALONE} precision.params=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
+SMALL = f"{ALONE} precision.params=bfloat16 precision.grads=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
 
 
 def growing(devices: int, sequences: int = 8) -> str:
