@@ -278,9 +278,12 @@ class Stepper:
         own, about = (params.parts(declared, tree)["weights"] for tree in (weights, declared))
         return params.joined([update.copied(about, compute, own), weights])
 
+    def on_devices(self, weights: layout.Weights) -> layout.Weights:
+        """The weights that other programs than `train` take: themselves, or of those in host memory a copy."""
+        return weights if self.config.optimizer.params_memory == "device" else self._copy(weights)
+
     @functools.cached_property
-    def on_devices(self):
-        """What devices compute with, of the state's weights: to be given to other programs than `train`."""
+    def _copy(self):
         return jax.jit(self._copied, out_shardings=self._where_weights_lie("device"))
 
     def loss_and_grads(self, weights, bias, batch, mode: Mode):

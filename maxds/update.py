@@ -80,8 +80,10 @@ def copied(declared: Tree, compute: jnp.dtype, weights: Tree) -> Tree:
 
     def cast(stack: int, i: jax.Array) -> Tree:
         def one(p: Param, n: int, w: jax.Array) -> jax.Array | None:
-            here = host.to_device(w[i]) if n == stack else None
-            return here if here is None or not is_cast(p) else here.astype(compute)
+            if n != stack:
+                return None
+            here = host.to_device(lax.dynamic_index_in_dim(w, i, keepdims=False))
+            return here.astype(compute) if is_cast(p) else here
 
         return params.derive(one, declared, layers, weights)
 

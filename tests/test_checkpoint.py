@@ -58,8 +58,8 @@ def run(tmp_path_factory):
 ABSTRACT = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state_of(0))
 
 
-def found(saved: checkpoint.Checkpoints) -> TrainState:
-    state = saved.restore(ABSTRACT, lambda about: None)
+def found(saved: checkpoint.Checkpoints, abstract: TrainState = ABSTRACT) -> TrainState:
+    state = saved.restore(abstract, lambda about: None)
     assert state is not None
     return state
 
@@ -71,6 +71,17 @@ def restored(folder, warn=print):
 
 def equal(a, b) -> bool:
     return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
+
+
+def test_what_lay_in_one_memory_is_restored_in_the_other_where_config_says_so(run):
+    other = {"device": host.KIND, host.KIND: "device"}
+    abstract = jax.tree.map(
+        lambda a: a.update(sharding=a.sharding.with_memory_kind(other[a.sharding.memory_kind])), ABSTRACT
+    )
+    with checkpoint.open_run(at(run), print, read_only=True) as saved:
+        state = found(saved, abstract)
+    assert equal(state, state_of(12))
+    assert [a.sharding for a in jax.tree.leaves(state)] == [a.sharding for a in jax.tree.leaves(abstract)]
 
 
 def damages(file: pathlib.Path, draw: np.random.Generator):

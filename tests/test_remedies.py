@@ -55,8 +55,10 @@ def held(config):
     names = {"attention_input", *schedule.keep} - set(schedule.offload)
     state = stepper.abstract_state
     weights, mtp = state.params, dataclasses.replace(state.params.mtp, layer=None)
-    here = jax.eval_shape(stepper.on_devices, weights)
-    found = size((here, state.opt_state)) + held_of_weights(config)
+    here = jax.tree.leaves(jax.eval_shape(stepper.on_devices, weights))
+    shards = [math.prod(a.sharding.shard_shape(a.shape)) for a in jax.tree.leaves(weights)]
+    copy = sum(count * a.dtype.itemsize for count, a in zip(shards, here, strict=True))
+    found = copy + size(state.opt_state) + held_of_weights(config)
     comes_when_that_has_gone = size(state.opt_state, away=True) if config.optimizer.kind == "muon" else 0
     found += max(sum(kept(config)[n] for n in names), comes_when_that_has_gone)
     twice = weights.embed, weights.norm, weights.head, mtp  # of a part and of those before

@@ -168,7 +168,8 @@ def test_weights_in_host_memory_train_alike_by_a_copy_in_the_compute_dtype_and_g
     copy = there.on_devices(found.params)
     assert {a.sharding.memory_kind for a in jax.tree.leaves(copy)} == {"device"}
     assert {a.dtype.name for a in jax.tree.leaves(copy.moe_layers["experts"])} == {"bfloat16"}
-    judged = (s.evaluate(s.on_devices(found.params), found.router_bias, batch) for s in (here, there))
+    trained = (here, expected), (there, found)
+    judged = (s.evaluate(s.on_devices(state.params), state.router_bias, batch) for s, state in trained)
     assert_identical(*map(arrays, judged))
 
 
