@@ -38,7 +38,6 @@ class Fit:
     temporaries: float | None
     code: float | None
     host: float | None  # in host memory
-    peak: float | None  # that the compiler reports, and no more than the total
     total: float  # of the program in HBM
     limit: float  # usable HBM
     fits: bool  # the compiler's verdict
@@ -62,13 +61,14 @@ class Buffer:
 
 def of_executable(stats: Any, limit: float) -> Fit:
     """What a compiled program says of itself: `stats` is its `memory_analysis()`."""
-    outputs = stats.output_size_in_bytes - stats.alias_size_in_bytes
+    arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
     kinds = ("argument", "output", "temp", "generated_code")
     host = sum(getattr(stats, f"host_{kind}_size_in_bytes") for kind in kinds) - stats.host_alias_size_in_bytes
-    parts = stats.argument_size_in_bytes, outputs, stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
-    total, peak = sum(parts), getattr(stats, "peak_memory_in_bytes", 0)  # JAX 0.10 does not tell it
-    peak = min(peak, total) if peak else None  # with conditionals it is told too high, as if all branches were taken
-    return Fit(*parts, host, peak, total, limit, True, "the compiled program's memory analysis")
+    # What it tells of temporaries alone is more than it gives them room, and its peak counts host memory, too. JAX 0.10
+    # does not tell how much it allocates for all.
+    allocated = getattr(stats, "total_allocation_bytes", 0) or arguments + outputs + stats.temp_size_in_bytes
+    parts = arguments, outputs, allocated - arguments - outputs, stats.generated_code_size_in_bytes
+    return Fit(*parts, host, sum(parts), limit, True, "the compiled program's memory analysis")
 
 
 # The compiler refuses a program early, by what it sums up to, or late, when it has found no place for a buffer.
@@ -87,7 +87,7 @@ def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct]) -> Fit | N
     method = "the compiler's message, whose total includes the arguments; arguments from their shapes and shardings"
     temporaries = message.partition("Largest program allocations")[2].partition("Largest argument")[0]
     found = [Allocation(_bytes(n, unit), shape, op) for n, unit, op, shape in re.findall(_ALLOCATION, temporaries)]
-    return Fit(held, None, max(total - held, 0.0), None, None, None, total, limit, False, method, tuple(found[:10]))
+    return Fit(held, None, max(total - held, 0.0), None, None, total, limit, False, method, tuple(found[:10]))
 
 
 def _bytes(number: str, unit: str) -> float:

@@ -317,7 +317,6 @@ def _fit_text(data: dict) -> str:
         ("code", _gib(data["code"])),
         ("sum", _gib(data["total"])),
         ("usable HBM", _gib(data["limit"])),
-        ("peak, by the compiler, no more than the sum", _gib(data["peak"])),
         ("in host memory", _gib(data["host"])),
     ]
     return "\n".join([_verdict(data), _rows(rows), f"  (by {data['method']})"])
