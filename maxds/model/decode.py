@@ -35,6 +35,7 @@ class Decoder:
     stacks: dict[str, list[tuple[Tree, Tree]]]  # by kind of layer: shards, and these quantized, once for all tokens
     bias: dict[str, jax.Array]  # as `layout.router_bias`
     outer: Outer  # as `Network.outer`: gathered once, not for every token
+    head: jax.Array  # as `Network.head`, gathered so too
     engrams: dict[int, tuple[jax.Array, engram.Engram]]  # by layer: its table's shard, and the rest, gathered so too
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array, size: int) -> tuple[jax.Array, Cache]:
@@ -163,7 +164,7 @@ class Decoder:
 
     def _logits(self, h: jax.Array) -> jax.Array:
         h = ops.rms_norm(h, self.outer.norm, self.network.model.rms_norm_eps)
-        return jnp.matmul(h, self.outer.head, preferred_element_type=jnp.float32)
+        return jnp.matmul(h, self.head, preferred_element_type=jnp.float32)
 
 
 def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Decoder:
@@ -176,7 +177,8 @@ def make(network: Network, weights: Weights, bias: dict[str, jax.Array]) -> Deco
     none = params.no_grads(weights)
     engrams = {i: (weights.engrams[str(i)], none.engrams[str(i)]) for i in c.engram_layer_ids}
     gathered = {i: (own[0].table, network.fetch_engram(i, *own)) for i, own in engrams.items()}
-    return Decoder(network, stored, bias, network.outer(weights, none), gathered)
+    outer = network.outer(weights, none)
+    return Decoder(network, stored, bias, outer, network.head(weights, none, outer.embed), gathered)
 
 
 def _anywhere(active: jax.Array) -> jax.Array:

@@ -26,12 +26,11 @@ from maxds.params import Exchange, Tree
 
 
 class Outer(NamedTuple):
-    """Gathered weights around the layers."""
+    """Gathered weights around the layers, but for the head."""
 
     embed: jax.Array  # [V D]
     hyper: residual.Connection | None
     norm: jax.Array  # [D]
-    head: jax.Array  # [D V]
 
 
 @flax.struct.dataclass
@@ -287,12 +286,19 @@ class Network:
         return dataclasses.replace(context, segments=segments, row=row)
 
     def outer(self, weights: Weights, so_far: Weights) -> Outer:
-        """What is neither of a layer nor of an MTP module, gathered."""
-        declared, names = self.declared, ("embed", "hyper", "norm", "head")
-        exchange = self.exchange({n: getattr(declared, n) for n in names})
-        shards, before = ({n: getattr(tree, n) for n in names} for tree in (weights, so_far))
+        """What is neither of a layer nor of an MTP module, and not the head, gathered."""
+        return Outer(*self._fetch(Outer._fields, weights, so_far))
+
+    def head(self, weights: Weights, so_far: Weights, table: jax.Array) -> jax.Array:
+        """The head, gathered, [D V]: of a model that has none, the embedding's `table`, transposed."""
+        (head,) = self._fetch(("head",), weights, so_far)
+        return table.T if head is None else head
+
+    def _fetch(self, names: Sequence[str], weights: Weights, so_far: Weights) -> list[Tree]:
+        declared, shards, before = ({n: getattr(t, n) for n in names} for t in (self.declared, weights, so_far))
+        exchange = self.exchange(declared)
         w = exchange.fetch(shards, exchange.quantize(shards), before)
-        return Outer(w["embed"], w["hyper"], w["norm"], w["embed"].T if w["head"] is None else w["head"])
+        return [w[n] for n in names]
 
     def split(self, batch: dict) -> list[dict]:
         """The microbatches of a device's batch: two for batch_split, else one."""
@@ -316,25 +322,36 @@ class Network:
         Returns:
           sum of scale * sum over the terms; {term: sum}, what was seen.
         """
-        table, hyper, norm, head = self.outer(weights, so_far)
+        table, hyper, norm = self.outer(weights, so_far)
         batches = self.split(batch)
         xs, contexts, seen = self.trunk(weights, so_far, bias, table, batches)
-        head_loss = functools.partial(self._head_loss, head)
-        hs = [residual.leave(self.model, hyper, x) for x in xs]
-        total, sums = head_loss(norm, hs, [b["targets"] for b in batches], (scales["main"], scales["z_loss"]))
-        terms: dict[str, Any] = {"main": sums["nll"], "z_loss": sums["z"]}
+        read = {"main": (norm, [residual.leave(self.model, hyper, x) for x in xs], [b["targets"] for b in batches])}
         if weights.mtp is not None:
             own = weights.mtp, so_far.mtp, bias.get("mtp")
             found, xs, seen["mtp"] = self.mtp(own, (table, norm), xs, contexts, batches)
-            for depth, (norm, hs, targets) in enumerate(found):
-                term = mtp_term(depth)
-                more, sums = head_loss(norm, hs, targets, (scales[term], jnp.zeros(())))
-                total, terms[term] = total + more, sums["nll"]
+            read |= {mtp_term(depth): of_depth for depth, of_depth in enumerate(found)}
+        total, terms = self._head_losses(weights, so_far, table, read, scales)
         for name in ("balance", "indexer") if self.model.index_topk else ("balance",):
             terms[name] = sum(getattr(x, name) for x in xs)  # the last streams carry that of all layers, MTP's too
             total += scales[name] * terms[name]
         by_name = ({k: of[name] for k, of in seen.items() if name in of} for name in ("load", "top_score"))
         return total, (jax.tree.map(lax.stop_gradient, terms), Seen(*by_name))
+
+    def _head_losses(self, weights, so_far, table, read, scales) -> tuple[jax.Array, dict[str, Any]]:
+        """What the head finds of what it reads, by term: norm, hidden states and targets by microbatch.
+
+        The barrier is for the backward pass: the head's gradient, float32 [D V], is scattered before that of a layer is
+        looked for. Left to itself, TPU's compiler would do so last, and keep the whole of it meanwhile.
+        """
+        before, hs = schedule.barrier(so_far.head, {term: hs for term, (_, hs, _) in read.items()})
+        head = self.head(weights, dataclasses.replace(so_far, head=before), table)
+        total, terms = jnp.zeros(()), {}
+        for term, (norm, _, targets) in read.items():
+            z_loss = scales["z_loss"] if term == "main" else jnp.zeros(())
+            more, sums = self._head_loss(head, norm, hs[term], targets, (scales[term], z_loss))
+            total, terms[term] = total + more, sums["nll"]
+            terms |= {"z_loss": sums["z"]} if term == "main" else {}
+        return total, terms
 
     def _head_loss(self, head, norm, hs, targets, weights):
         h = jnp.concatenate([h.reshape(-1, h.shape[-1]) for h in hs])
@@ -376,8 +393,9 @@ class Network:
     def logits(self, weights: Weights, bias: dict, batch: dict) -> jax.Array:
         """Logits [B S V] float32 of one device's batch."""
         none = params_lib.no_grads(weights)
-        table, hyper, norm, head = self.outer(weights, none)
+        table, hyper, norm = self.outer(weights, none)
         xs, _, _ = self.trunk(weights, none, bias, table, self.split(batch))
+        head = self.head(weights, none, table)
         h = jnp.concatenate([residual.leave(self.model, hyper, x) for x in xs])
         h = ops.rms_norm(h, norm, self.model.rms_norm_eps)
         return jnp.einsum("bsd,dv->bsv", h, head, preferred_element_type=jnp.float32)
