@@ -3,6 +3,7 @@
 import collections
 
 import jax
+from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 # Functions that are counted as one operation: not what is inside them.
@@ -28,6 +29,15 @@ def equations(jaxpr, inside=()):
                 if _is_jaxpr(inner):
                     inner = _without_dead_code(getattr(inner, "jaxpr", inner))
                     yield from equations(inner, (*inside, name))
+
+
+def ancestors(jaxpr, eqn) -> set:
+    """The variables that an equation of a jaxpr depends on, directly or not."""
+    found = {v for v in eqn.invars if not isinstance(v, Literal)}
+    for before in reversed(jaxpr.eqns[: jaxpr.eqns.index(eqn)]):
+        if not found.isdisjoint(before.outvars):
+            found |= {v for v in before.invars if not isinstance(v, Literal)}
+    return found
 
 
 def count(jaxpr, where=lambda inside: True) -> collections.Counter:

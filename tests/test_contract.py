@@ -284,6 +284,25 @@ def test_only_the_router_travels_in_float32_and_gradients_are_summed_in_the_dtyp
 
 
 @pytest.mark.parametrize("kind", ["batch_split", "plain"])
+def test_a_layer_s_backward_pass_begins_when_the_head_s_gradient_is_scattered(kind):
+    """Of the main loss and MTP's: on every device it is a whole [D V] in float32."""
+    stepper = tiny.stepper(configured(tiny.V3, kind, (1, 2, 2)))
+    with tiny.strictly():
+        program = jaxprs.live(stepper.loss_and_grads, *tiny.inputs(stepper.config), stepper.training)
+    (program,) = (eqn.params["jaxpr"] for eqn in program.eqns if eqn.primitive.name == "shard_map")
+    whole = stepper.abstract_state.params.head.shape
+    (scattered,) = (
+        eqn.outvars[0]
+        for eqn in program.eqns
+        if eqn.primitive.name == "reduce_scatter" and eqn.invars[0].aval.shape == whole
+    )
+    backward = [eqn for eqn in program.eqns if eqn.primitive.name == "scan" and eqn.params["reverse"]]
+    assert len(backward) == 3  # dense layers, MoE layers, MTP
+    for scan in backward:
+        assert scattered in jaxprs.ancestors(program, scan)
+
+
+@pytest.mark.parametrize("kind", ["batch_split", "plain"])
 def test_gradients_of_layers_are_not_added_to_those_of_the_parts_before_as_a_whole(kind):
     config = configured(MODEL, kind, (1, 2, 2), optimizer={"accumulate_steps": 2})
     stepper = tiny.stepper(config)
