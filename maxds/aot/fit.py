@@ -38,7 +38,8 @@ class Fit:
     temporaries: float | None
     code: float | None
     host: float | None  # in host memory
-    total: float  # of the program in HBM
+    peak: float | None  # of the program in HBM, by the compiler, and no more than the total
+    total: float  # of all these in HBM, as if nothing gave way to anything; where the compiler refuses, what it needs
     limit: float  # usable HBM
     fits: bool  # the compiler's verdict
     method: str
@@ -64,11 +65,12 @@ def of_executable(stats: Any, limit: float) -> Fit:
     arguments, outputs = stats.argument_size_in_bytes, stats.output_size_in_bytes - stats.alias_size_in_bytes
     kinds = ("argument", "output", "temp", "generated_code")
     host = sum(getattr(stats, f"host_{kind}_size_in_bytes") for kind in kinds) - stats.host_alias_size_in_bytes
-    # What it tells of temporaries alone is more than it gives them room, and its peak counts host memory, too. JAX 0.10
-    # does not tell how much it allocates for all.
-    allocated = getattr(stats, "total_allocation_bytes", 0) or arguments + outputs + stats.temp_size_in_bytes
-    parts = arguments, outputs, allocated - arguments - outputs, stats.generated_code_size_in_bytes
-    return Fit(*parts, host, sum(parts), limit, True, "the compiled program's memory analysis")
+    parts = arguments, outputs, stats.temp_size_in_bytes, stats.generated_code_size_in_bytes
+    # Its peak has arguments in either memory, and of temporaries those in the memory that has more of them.
+    away = stats.host_argument_size_in_bytes + stats.host_output_size_in_bytes - stats.host_alias_size_in_bytes
+    told = getattr(stats, "peak_memory_in_bytes", 0)  # JAX 0.10 tells none
+    peak = min(told - away, sum(parts)) if told else None
+    return Fit(*parts, host, peak, sum(parts), limit, True, "the compiled program's memory analysis")
 
 
 # The compiler refuses a program early, by what it sums up to, or late, when it has found no place for a buffer.
@@ -87,7 +89,7 @@ def of_error(message: str, arguments: Iterable[jax.ShapeDtypeStruct]) -> Fit | N
     method = "the compiler's message, whose total includes the arguments; arguments from their shapes and shardings"
     temporaries = message.partition("Largest program allocations")[2].partition("Largest argument")[0]
     found = [Allocation(_bytes(n, unit), shape, op) for n, unit, op, shape in re.findall(_ALLOCATION, temporaries)]
-    return Fit(held, None, max(total - held, 0.0), None, None, total, limit, False, method, tuple(found[:10]))
+    return Fit(held, None, max(total - held, 0.0), None, None, None, total, limit, False, method, tuple(found[:10]))
 
 
 def _bytes(number: str, unit: str) -> float:

@@ -317,13 +317,14 @@ def _fit_text(data: dict) -> str:
         ("code", _gib(data["code"])),
         ("sum", _gib(data["total"])),
         ("usable HBM", _gib(data["limit"])),
+        ("at the peak, by the compiler", _gib(data["peak"])),
         ("in host memory", _gib(data["host"])),
     ]
     return "\n".join([_verdict(data), _rows(rows), f"  (by {data['method']})"])
 
 
 def _verdict(data: dict) -> str:
-    over = data["total"] - data["limit"]
+    over = (data["total"] if data["peak"] is None else data["peak"]) - data["limit"]
     if not data["fits"]:
         return f"Fit: it DOES NOT FIT, by {_gib(over)} GiB"
     if over > 0:
