@@ -133,7 +133,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.list:
         for name, (topology, slices, overrides) in ROWS.items():
-            print(f"{name:14} {topology} x {slices}  {overrides}")
+            print(f"{name:17} {topology} x {slices}  {overrides}")
         return
     unknown = set(names := args.only.split(",")) - set(ROWS)
     if unknown:
