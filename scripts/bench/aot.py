@@ -21,8 +21,8 @@ GIB = 2**30
 NO_MTP = "loss.mtp=0 loss.later=[] model.num_nextn_predict_layers=0"
 ALONE = f"{NO_MTP} optimizer.accumulate_steps=1"  # one part, as the figures of others are
 SPLIT = "mesh.context_parallel=true"
-HALVES = f"{ALONE} precision.grads=bfloat16 precision.reduce=bfloat16"
-SMALL = f"{HALVES} precision.params=bfloat16"  # 8 bytes a parameter
+HALVES = "precision.params=bfloat16 precision.grads=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
+SMALL = f"{ALONE} {HALVES}"
 AWAY = "optimizer.state_memory=host"
 
 
@@ -43,7 +43,7 @@ ROWS = {
     "v6e": ("v6e:16x16", 1, f"{SMALL} {AWAY} {SPLIT} mesh.expert=16 data.global_batch=256"),
     "slices-2": ("tpu7x:4x8x8", 2, "mesh.data=2 data.global_batch=30720"),
     "chips-64": ("tpu7x:4x4x4", 1, f"{SMALL} {AWAY} data.global_batch=1024"),
-    "chips-64-float32": ("tpu7x:4x4x4", 1, f"{HALVES} {AWAY} optimizer.params_memory=host data.global_batch=1024"),
+    "chips-64-float32": ("tpu7x:4x4x4", 1, f"{AWAY} optimizer.params_memory=host data.global_batch=3840"),
     "chips-512": ("tpu7x:4x8x16", 1, growing(1024)),
     "chips-1024": ("tpu7x:4x16x16", 1, growing(2048)),
     "chips-4096": ("tpu7x:4x32x32", 1, f"{growing(8192)} mesh.data=32"),
