@@ -35,11 +35,6 @@ def beside(fn: Callable[..., Tree], tree: Tree, *args: Tree) -> Tree:
     return _compute_on(fn, compute_type="device_host", out_memory_spaces=HOST)(*there)
 
 
-def each(fn: Callable[..., jax.Array], tree: Tree, *trees: Tree) -> Tree:
-    """Maps `fn` over the leaves of trees, each computed where the first tree's leaf lies."""
-    return jax.tree.map(lambda *leaves: beside(fn, *leaves), tree, *trees)
-
-
 def to_device(tree: Tree) -> Tree:
     """The same in the devices' memory."""
     return jax.tree.map(lambda a: jax.device_put(a, DEVICE), tree)

@@ -194,13 +194,13 @@ class _Budget:
 
     def _travels(self, config: Config) -> float:
         """Of the state in host memory: moments come and go, and weights come once more, for their copy."""
-        if config.optimizer.params_memory == "device":
-            return 2 * (self._here(config) - self.held(config.optimizer, config.mesh))
         of_moments = dataclasses.replace(config.optimizer, params_memory="device")
+        moments = self._here(config) - self.held(of_moments, config.mesh)
+        if config.optimizer.params_memory == "device":
+            return 2 * moments
         axes = mesh_lib.sizes(config.mesh, self.stepper.mesh.size)
         declared = params.flatten(self.stepper.network.declared).values()
         weights = sum(p.size // math.prod(p.parts(axes)) for p in declared if not p.table)
-        moments = self._here(config) - self.held(of_moments, config.mesh)
         return 2 * moments + 3 * weights * jnp.dtype(config.precision.params).itemsize
 
     def _held(self, chosen: Optimizer, mesh: Mesh) -> float:
