@@ -223,11 +223,16 @@ class Stepper:
             elif self.config.optimizer.kind == "muon":
                 changed = update.in_a_branch
             else:
-                changed = functools.partial(update.by_layers, parts(self.network.declared)[part])
+                changed = functools.partial(update.by_layers, parts(self._layers)[part])
             weights[part], opt_state[part] = changed(
                 functools.partial(self._update, part), sound, own, own_grads, old, norm
             )
         return params.joined(list(weights.values())), opt_state
+
+    @functools.cached_property
+    def _layers(self) -> Tree:
+        """Of each weight, how many layers come from host memory one after the other; 0: it comes as a whole."""
+        return update.layers(self.network.declared, dict(self.mesh.shape))
 
     def _update(self, part, weights, grads, opt_state, norm):
         """Weights and optimizer state of a part after an update."""
@@ -275,8 +280,8 @@ class Stepper:
         if self.config.optimizer.params_memory == "device":
             return weights
         declared, compute = self.network.declared, jnp.dtype(self.config.precision.compute)
-        own, about = (params.parts(declared, tree)["weights"] for tree in (weights, declared))
-        return params.joined([update.copied(about, compute, own), weights])
+        own, about, layers = (params.parts(declared, tree)["weights"] for tree in (weights, declared, self._layers))
+        return params.joined([update.copied(about, layers, compute, own), weights])
 
     def on_devices(self, weights: layout.Weights) -> layout.Weights:
         """The weights that other programs than `train` take: themselves, or of those in host memory a copy."""

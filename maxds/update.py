@@ -45,15 +45,27 @@ def in_a_branch(update: Update, sound: jax.Array, weights: Tree, grads: Tree, op
     return lax.cond(sound, apply, lambda *before: before, weights, opt_state)
 
 
+def layers(declared: Tree, axes: dict[str, int]) -> Tree:
+    """Of each weight on a mesh of these axes, how many layers can come one after the other; 0: it comes as a whole.
+
+    A TPU cannot copy out of host memory what is a part of its tiles' last dimension: the longest one of a shard.
+    """
+
+    def of_weight(p: Param) -> int:
+        longest = max(n // parts for n, parts in zip(p.shape, p.parts(axes), strict=True))
+        return p.shape[0] if _has_layers(p) and longest > p.shape[0] else 0
+
+    return params.derive(of_weight, declared)
+
+
 def by_layers(
-    declared: Tree, update: Update, sound: jax.Array, weights: Tree, grads: Tree, opt_state: Tree, norm: jax.Array
+    layers: Tree, update: Update, sound: jax.Array, weights: Tree, grads: Tree, opt_state: Tree, norm: jax.Array
 ):
     """The same of a layer after the other, for an optimizer that changes each number by itself.
 
     While layers of some number are in turn, arrays of others are empty.
     """
-    layers = params.derive(_layers, declared)
-    of_state = optimizer.map_moments(lambda p, _: _layers(p), declared, jax.tree.map(lambda _: _OF_ALL, opt_state))
+    of_state = optimizer.map_moments(lambda n, _: n, layers, jax.tree.map(lambda _: _OF_ALL, opt_state))
 
     def change(stack, i, done):
         new_weights, state = done
@@ -71,38 +83,36 @@ def by_layers(
     return done
 
 
-def copied(declared: Tree, compute: jnp.dtype, weights: Tree) -> Tree:
+def copied(declared: Tree, layers: Tree, compute: jnp.dtype, weights: Tree) -> Tree:
     """Copies on the devices of weights in host memory; those of matrices of layers in `compute`, as they are gathered.
 
     A layer comes after the other: what is cast is never here as a whole.
     """
-    layers = params.derive(_layers, declared)
 
-    def cast(stack: int, i: jax.Array) -> Tree:
+    def copy(stack: int, i: jax.Array | None = None) -> Tree:
         def one(p: Param, n: int, w: jax.Array) -> jax.Array | None:
             if n != stack:
                 return None
-            here = host.to_device(lax.dynamic_index_in_dim(w, i, keepdims=False))
+            here = host.to_device(lax.dynamic_index_in_dim(w, i, keepdims=False) if stack else w)
             return here.astype(compute) if is_cast(p) else here
 
         return params.derive(one, declared, layers, weights)
 
     stacks = sorted(set(jax.tree.leaves(layers)) - {0})
-    others = jax.tree.map(lambda n, w: None if n else host.to_device(w), layers, weights)
-    return params.joined([others, *(lax.map(functools.partial(cast, n), jnp.arange(n)) for n in stacks)])
+    return params.joined([copy(0), *(lax.map(functools.partial(copy, n), jnp.arange(n)) for n in stacks)])
 
 
 def is_cast(p: Param) -> bool:
     """Whether the copy of a weight is in the compute dtype."""
-    return _layers(p) > 0 and not p.float32
+    return _has_layers(p) and not p.float32
 
 
 _OF_ALL = -1  # stands for the layers of what is no array of a weight: how many updates there were
 
 
-def _layers(p: Param) -> int:
-    """How many layers a stacked array of matrices has; 0: it is no such array."""
-    return p.shape[0] if p.dims.startswith("b") and not p.axes[0] else 0
+def _has_layers(p: Param) -> bool:
+    """Whether it is a stacked array of matrices, whole along the stack."""
+    return p.dims.startswith("b") and not p.axes[0]
 
 
 def _of_layer(stack: int, i: jax.Array, layers: int, a: jax.Array) -> jax.Array:
