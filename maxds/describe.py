@@ -178,7 +178,7 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
 
 def _part(p: Param, axes: dict[str, int], dtype: str) -> jax.ShapeDtypeStruct:
     """What one device holds of a weight."""
-    return jax.ShapeDtypeStruct([n // w for n, w in zip(p.shape, p.parts(axes), strict=True)], jnp.dtype(dtype))
+    return jax.ShapeDtypeStruct(p.shard(axes), jnp.dtype(dtype))
 
 
 def _size(shapes: Tree) -> int:

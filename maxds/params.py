@@ -70,6 +70,10 @@ class Param:
         """How many parts each dimension is split into on a mesh of these sizes."""
         return [math.prod(sizes.get(axis, 1) for axis in over) for over in self.axes]
 
+    def shard(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """The shape of a device's part on a mesh of these sizes."""
+        return tuple(n // parts for n, parts in zip(self.shape, self.parts(sizes), strict=True))
+
     @property
     def beside(self) -> bool:
         """Whether it is matrices side by side, [... I n O], which are gathered and used as one, [... I n*O].

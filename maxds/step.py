@@ -232,7 +232,7 @@ class Stepper:
     @functools.cached_property
     def _layers(self) -> Tree:
         """Of each weight, how many layers come from host memory one after the other; 0: it comes as a whole."""
-        return update.layers(self.network.declared, dict(self.mesh.shape))
+        return update.layers_of(self.network.declared, dict(self.mesh.shape))
 
     def _update(self, part, weights, grads, opt_state, norm):
         """Weights and optimizer state of a part after an update."""

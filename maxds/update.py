@@ -45,15 +45,14 @@ def in_a_branch(update: Update, sound: jax.Array, weights: Tree, grads: Tree, op
     return lax.cond(sound, apply, lambda *before: before, weights, opt_state)
 
 
-def layers(declared: Tree, axes: dict[str, int]) -> Tree:
+def layers_of(declared: Tree, axes: dict[str, int]) -> Tree:
     """Of each weight on a mesh of these axes, how many layers can come one after the other; 0: it comes as a whole.
 
     A TPU cannot copy out of host memory what is a part of its tiles' last dimension: the longest one of a shard.
     """
 
     def of_weight(p: Param) -> int:
-        longest = max(n // parts for n, parts in zip(p.shape, p.parts(axes), strict=True))
-        return p.shape[0] if _has_layers(p) and longest > p.shape[0] else 0
+        return p.shape[0] if _has_layers(p) and max(p.shard(axes)) > p.shape[0] else 0
 
     return params.derive(of_weight, declared)
 
@@ -86,7 +85,7 @@ def by_layers(
 def copied(declared: Tree, layers: Tree, compute: jnp.dtype, weights: Tree) -> Tree:
     """Copies on the devices of weights in host memory; those of matrices of layers in `compute`, as they are gathered.
 
-    A layer comes after the other: what is cast is never here as a whole.
+    A layer comes after the other, of what has `layers`: that is never here as a whole before it is cast.
     """
 
     def copy(stack: int, i: jax.Array | None = None) -> Tree:

@@ -200,7 +200,7 @@ class _Budget:
             return 2 * moments
         axes = mesh_lib.sizes(config.mesh, self.stepper.mesh.size)
         declared = params.flatten(self.stepper.network.declared).values()
-        weights = sum(p.size // math.prod(p.parts(axes)) for p in declared if not p.table)
+        weights = sum(math.prod(p.shard(axes)) for p in declared if not p.table)
         return 2 * moments + 3 * weights * jnp.dtype(config.precision.params).itemsize
 
     def _held(self, chosen: Optimizer, mesh: Mesh) -> float:
