@@ -29,11 +29,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.ad_checkpoint import checkpoint_name
 
 from maxds import host
 from maxds.params import Exchange
-from maxds.quantize import slots, with_slots
+from maxds.quantize import FORWARD, named, slots, vjp, without_slots
 
 Tree = Any
 Microbatches = list[Tree]
@@ -158,7 +157,7 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
         for x, context in zip(xs, contexts, strict=True):
             kept = {}
             for stage in layer.stages:
-                x = jax.tree.map(lambda a, s=stage: checkpoint_name(a, input_name(s.name)), x)
+                x = jax.tree.map(lambda a, s=stage: named(a, input_name(s.name)), x)
                 x, more = stage(w[stage.name], stage.enter(x), Given(given, context))
                 kept |= more
             outs.append(layer.combine(x))
@@ -168,15 +167,25 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
     return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
 
 
+PASSED_ON = (
+    "bitcast_convert_type",
+    "convert_element_type",
+    "layout_constraint",
+    "optimization_barrier",
+    "pad",
+    "reshape",
+    "stop_gradient",
+)
+
+
 def recompute_nothing(primitive, *avals, **params) -> bool:
     """A `jax.checkpoint` policy: keeps all but gathered weights, their views, padded ones too, and casts.
 
-    And but for what is gathered in float8: it is kept once it is cast back. JAX passes what is kept through
-    `reduce_precision`, for which the largest numbers of float8_e4m3fn are infinite.
+    And but for what is gathered in float8, which JAX cannot keep (`quantize.named`).
     """
-    gathered = primitive.name == "all_gather" and ("fsdp" in params["axis_name"] or avals[0].dtype.itemsize == 1)
-    passed_on = "optimization_barrier", "layout_constraint", "reshape", "pad", "convert_element_type", "stop_gradient"
-    return not gathered and primitive.name not in passed_on
+    gathered = primitive.name == "all_gather" and "fsdp" in params["axis_name"]
+    gathered |= primitive.name in ("all_gather", "gather") and avals[0].dtype == FORWARD
+    return not gathered and primitive.name not in PASSED_ON
 
 
 # ------------------------------------------------------------------------------------ batch split
@@ -241,12 +250,12 @@ def forward(
     def run(stage: Stage, i: int, x: Tree) -> Tree:
         y, kept = stage(w[stage.name], x, given[i])
         tape[i].update(kept)
-        return y
+        return without_slots(y)
 
     def through(stage: Stage, xs: Microbatches) -> Microbatches:
         for of, x in zip(tape, xs, strict=True):
             of[input_name(stage.name)] = x
-        return stagger(functools.partial(run, stage), [stage.enter(x) for x in xs], (0, 1))
+        return stagger(functools.partial(run, stage), [without_slots(stage.enter(x)) for x in xs], (0, 1))
 
     a, b = xs
     xs = [a, layer.combine(b)]  # b's combine travels while a attends
@@ -283,7 +292,7 @@ def backward(
 
     def enter(n: int, i: int, x: Tree) -> Tree:
         """What the stage before gives stage n of microbatch i -> what that computes with."""
-        x, enters[n, i] = jax.vjp(stages[n].enter, x)
+        x, enters[n, i] = vjp(stages[n].enter, x)
         return x
 
     def spread(i: int, dy: Tree) -> Tree:
@@ -293,8 +302,7 @@ def backward(
     def replay(n: int, i: int, x: Tree) -> Tree:
         """Stage n of microbatch i -> what it gives the next one: kept, or computed again."""
         fn = functools.partial(stages[n], given=given[i], kept=tape[i])
-        own = w[stages[n].name]
-        y, pulls[n, i] = jax.vjp(lambda s, x: fn(with_slots(own, s), x)[0], slots(own), x)
+        y, pulls[n, i] = vjp(lambda w, x: fn(w, x)[0], w[stages[n].name], x)
         return y if n == last else tape[i].get(input_name(stages[n + 1].name), y)
 
     def pull(n: int, i: int, dy: Tree) -> Tree:

@@ -12,25 +12,27 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxds.architecture import OVERLAPPED, Model
-from maxds.model import indexer, kernels, ops, sparse, window
+from maxds.model import indexer, kernels, ops, rounded, sparse, window
 from maxds.model.indexer import Attended, Index
 from maxds.params import Tree
+from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize, vjp
 
 LENGTH, HEADS = 4096, 16  # tokens of the row, and heads: of these are tiles and groups of their full size
 ROWS, CHOICES, EXPERTS = 2048, 4, 8
+SIZES = np.array([ROWS // 2, 0, 100, 3, ROWS // 4, 0, 17, 1], np.int32)  # of groups, some empty; rows are left over
 
 Trial = tuple[Callable, tuple]
 """A function of arrays, and the arrays."""
 
 
-def differences(model: Model, device: Any, reference: Any) -> dict[str, float]:
-    """What each kernel that a model uses computes on a device and on another.
+def differences(model: Model, float8: bool, device: Any, reference: Any) -> dict[str, float]:
+    """What each kernel that a model uses, in float8 or not, computes on a device and on another.
 
     Returns:
       By kernel the largest difference of its results and gradients, each over the largest number that it is one of;
       not a number where one is none.
     """
-    return {name: _difference(trial, device, reference) for name, trial in _trials(model).items()}
+    return {name: _difference(trial, device, reference) for name, trial in _trials(model, float8).items()}
 
 
 def _difference(trial: Trial, device: Any, reference: Any) -> float:
@@ -47,8 +49,10 @@ def _run(trial: Trial, device: Any) -> Tree:
     return jax.tree.map(lambda a: np.asarray(a, np.float32), results)
 
 
-def _trials(model: Model) -> dict[str, Trial]:
+def _trials(model: Model, float8: bool) -> dict[str, Trial]:
     found = {"grouped matmul": _grouped_matmul(), "gated rows": _gated(model), "sum of rows": _sum_of_rows(model)}
+    if float8:
+        found["experts in float8"] = _experts_float8(model)
     latent = model.compress_ratios is None
     if latent:
         found["attention"] = _attention(model, None)
@@ -136,16 +140,32 @@ def _index(model: Model) -> Trial:
 
 
 def _grouped_matmul() -> Trial:
-    """Of which some groups are empty, and rows are left over."""
-    sizes = jnp.asarray([ROWS // 2, 0, 100, 3, ROWS // 4, 0, 17, 1], jnp.int32)
-
     def run(x, w, dy):
-        y, pull = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, sizes), x, w)
-        inside = jnp.arange(ROWS)[:, None] < jnp.sum(sizes)
+        y, pull = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, jnp.asarray(SIZES)), x, w)
+        inside = jnp.arange(ROWS)[:, None] < SIZES.sum()
         dx, dw = pull(jnp.where(inside, dy, 0))
         return jnp.where(inside, y, 0), jnp.where(inside, dx, 0), dw
 
     return run, tuple(_draw((ROWS, 256), (EXPERTS, 256, 512), (ROWS, 512)))
+
+
+def _experts_float8(model: Model) -> Trial:
+    """Whole, for a number that is rounded the other way is off by an eighth, and a sum of many hardly."""
+
+    def run(x, up, down, weights, dy):
+        w = tuple(Quantized(quantize(a, FORWARD, over=(1, 2))) for a in (up, down))
+
+        def multiply(x, w, weights):
+            return rounded.multiplied(model.swiglu_limit, x, w, weights, jnp.asarray(SIZES))[0]
+
+        x = Quantized(quantize(x, FORWARD, over=(1,)), gradient="scaled")
+        y, pull = vjp(multiply, x, w, weights)
+        dx, dw, dweights = pull(quantize(dy, BACKWARD, over=(1,)))
+        count = SIZES.sum()
+        return y.array.whole()[:count], dx.whole()[:count], dw, dweights[:count]
+
+    x, up, down, weights, dy = _draw((ROWS, 512), (EXPERTS, 512, 1024), (EXPERTS, 512, 512), (ROWS,), (ROWS, 512))
+    return run, (x, up, down, weights.astype(jnp.float32), dy)
 
 
 def _gated(model: Model) -> Trial:

@@ -51,7 +51,7 @@ def interpreted(monkeypatch):
     """Kernels for TPU are run by Pallas' interpreter."""
     for module, names in (
         (causal, ("attend", "attend_backward")),
-        (gates, ("gated", "gated_backward")),
+        (gates, ("gated", "gated_backward", "rounded", "rounded_backward", "times")),
         (sums, ("index_scores", "index_scores_backward", "attention_to")),
         (window, ("attend", "attend_backward")),
     ):

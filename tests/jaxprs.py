@@ -7,7 +7,7 @@ from jax.extend.core import Literal
 from jax.interpreters import partial_eval
 
 # Functions that are counted as one operation: not what is inside them.
-KERNELS = ("_multiply", "_multiply_transposed")
+KERNELS = ("multiply_groups", "multiply_groups_transposed")
 
 
 def live(fn, *args):

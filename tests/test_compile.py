@@ -197,6 +197,7 @@ from maxds import loader, trial
 from maxds.aot import topology
 from maxds.config import Config
 from maxds.model.tiles import causal, gates, sums, window
+from maxds.quantize import BACKWARD, Scaled
 
 topology.prepare()
 alone = topology.devices(sys.argv[2])[:1]
@@ -227,6 +228,13 @@ def attend_backward(q, k, v, sight, kept):
 
 of_all, of_selected = (causal.Sight(segments, selected, angles, angles) for selected in (None, bits))
 gated = of(1024, 4096), of(1024, dtype=f32), limit, of(1024, 2048)
+by_row = of(1024, 1, dtype=f32)
+up, dy = Scaled(gated[0], by_row), Scaled(gated[3], by_row)
+float8 = {
+    lambda *args: gates.rounded(*args, 10.0): (up, *gated[1:3]),
+    lambda *args: gates.rounded_backward(*args, None): (up, *gated[1:3], dy),
+    gates.times: (of(1024, 4096, dtype=BACKWARD), by_row, limit),
+} if sys.argv[2].startswith("tpu7x") else {}
 long = {  # all that grows with the rows is a table of tiles, in scalar memory: one TPU will do
     functools.partial(causal.attend): of_long_rows(qk, keys, v, of_all),
     functools.partial(attend_backward): of_long_rows(qk, keys, v, of_all, (v, lse)),
@@ -243,11 +251,12 @@ for kernel, args in {
     lambda *args: gates.gated_backward(*args, None): gated,
     functools.partial(causal.attend): of_rows(qk, keys, v, of_all),
     attend_backward: of_rows(qk, keys, v, of_all, (v, lse)),
+    **float8,
     **long,
 }.items():
     assert "tpu_custom_call" in jax.jit(kernel).lower(*args).compile().as_text()
 
-trials = trial._trials(loader.load(Config, sys.argv[1], [])[0].model)
+trials = trial._trials(loader.load(Config, sys.argv[1], [])[0].model, False)
 with jax.set_mesh(Mesh(np.array(alone), "alone")):  # what the doctor tries are these
     fn, args = trials["attention"]
     assert "attend_backward" in jax.jit(fn).lower(*(of(*a.shape) for a in args)).as_text()

@@ -44,7 +44,7 @@ def scans(config):
     with tiny.strictly():
         program = jaxprs.live(stepper.loss_and_grads, *tiny.inputs(config), stepper.training)
     outer = [eqn for name, eqn, inside in jaxprs.equations(program) if name == "scan" and "scan" not in inside]
-    forward, backward = (eqn for eqn in outer if jaxprs.count(eqn.params["jaxpr"].jaxpr)["_multiply"])
+    forward, backward = (eqn for eqn in outer if jaxprs.count(eqn.params["jaxpr"].jaxpr)["multiply_groups"])
     assert (forward.params["reverse"], backward.params["reverse"]) == (False, True)
     return forward, backward
 
@@ -76,14 +76,15 @@ def collectives(jaxpr):
 
 def test_forward_of_two_microbatches_multiplies_by_the_experts_four_times():
     first, further = work(layers("batch_split")[0])
-    assert (first["_multiply"], first["_multiply_transposed"]) == (4, 0)  # up and down of each
-    assert (further["_multiply"], further["_multiply_transposed"]) == (4, 0)
+    assert (first["multiply_groups"], first["multiply_groups_transposed"]) == (4, 0)  # up and down of each
+    assert (further["multiply_groups"], further["multiply_groups_transposed"]) == (4, 0)
 
 
 def test_backward_of_two_microbatches_multiplies_by_the_experts_eight_times():
     first, further = work(layers("batch_split")[1])
-    assert (first["_multiply"], first["_multiply_transposed"]) == (4, 4)  # up and down of each: dx, dw
-    assert (further["_multiply"], further["_multiply_transposed"]) == (6, 4)  # and up again, which is not kept
+    assert (first["multiply_groups"], first["multiply_groups_transposed"]) == (4, 4)  # up and down of each: dx, dw
+    again = (further["multiply_groups"], further["multiply_groups_transposed"])
+    assert again == (6, 4)  # and up again, which is not kept
 
 
 def test_backward_recomputes_projections_but_neither_attention_nor_what_follows_it():
@@ -227,7 +228,7 @@ def test_what_is_not_kept_is_computed_again_and_nothing_else(keep):
     output_projection = "dispatch_input" not in keep
     again = PROJECTIONS - 1 + output_projection + ATTENTION * ("attention" not in keep)
     assert backward["dot_general"] == 2 * (2 * PROJECTIONS + ATTENTION_BACKWARD + again + 2 * ROTATIONS)
-    assert backward["_multiply"] == 2 * (2 if "expert_up" in keep else 3)
+    assert backward["multiply_groups"] == 2 * (2 if "expert_up" in keep else 3)
     assert (backward["sort"], backward["top_k"]) == (0, 0)
 
 
@@ -353,7 +354,7 @@ def test_in_float8_all_is_multiplied_but_router_attention_embedding_and_head():
         return tuple(v.aval.dtype.name for v in eqn.invars[:2])
 
     forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(FLOAT8))
-    kinds = ("dot_general", "_multiply", "_multiply_transposed")
+    kinds = ("dot_general", "multiply_groups", "multiply_groups_transposed")
     first = [
         collections.Counter(
             operands(e) for name, e, inside in jaxprs.equations(jaxpr) if name in kinds and "while" not in inside
@@ -382,7 +383,7 @@ def test_in_float8_all_is_multiplied_but_router_attention_embedding_and_head():
 def products(kind, **schedule):
     """Multiplications of the backward pass: (dense, grouped, grouped transposed), first round only."""
     backward, _ = work(layers(kind, **schedule)[1])
-    return backward["dot_general"], backward["_multiply"], backward["_multiply_transposed"]
+    return backward["dot_general"], backward["multiply_groups"], backward["multiply_groups_transposed"]
 
 
 NECESSARY = np.array([2 * PROJECTIONS + ATTENTION_BACKWARD + ROTATIONS, 2, 2])

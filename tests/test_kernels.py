@@ -218,4 +218,4 @@ def test_replayed_grouped_matmul_multiplies_only_for_the_gradient():
     jax.tree.map(np.testing.assert_array_equal, gradient(x, w, dy, kept), gradient(x, w, dy))
     np.testing.assert_array_equal(kernels.grouped_matmul(x, w, sizes, kept), kept)
     replay = jaxprs.count(jaxprs.live(gradient, x, w, dy, kept))
-    assert (replay["_multiply"], replay["_multiply_transposed"]) == (1, 1)
+    assert (replay["multiply_groups"], replay["multiply_groups_transposed"]) == (1, 1)

@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from maxds.model import kernels, moe
-from maxds.quantize import FORWARD, Quantized, quantize
+from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize, vjp
 
 
 @pytest.mark.parametrize("method", ["greedy", "group_limited_greedy", "noaux_tc"])
@@ -38,8 +38,10 @@ def one_round(float8):
         down=jax.random.normal(keys[1], (3, 4, WIDTH)),
     )
     if float8:
-        w = jax.tree.map(lambda a: Quantized(quantize(a, FORWARD, over=(1, 2)), jnp.zeros_like(a)), w)
+        w = jax.tree.map(lambda a: Quantized(quantize(a, FORWARD, over=(1, 2))), w)
     tokens, weights = jax.random.normal(keys[2], (TOKENS, WIDTH)), jax.random.uniform(keys[3], (TOKENS, CHOICES))
+    if float8:
+        tokens = Quantized(quantize(tokens, FORWARD, over=(1,)))
     order = jax.random.permutation(keys[4], TOKENS * CHOICES)
     routing = moe.Routing(order, jnp.argsort(order), jnp.array([4, 0, 7]), jnp.array(11))
 
@@ -49,8 +51,9 @@ def one_round(float8):
         y, _ = moe._multiplied(None, w, kernels.rows_of_tokens(tokens, routes), weights, routing, 0)
         return kernels.tokens_of_rows(y, routes)
 
-    y, pull = jax.vjp(run, (w, tokens, weights))
-    return y, pull(jax.random.normal(keys[5], y.shape))
+    y, pull = vjp(run, (w, tokens, weights))
+    dy = jax.random.normal(keys[5], (TOKENS, WIDTH))
+    return y, pull(quantize(dy, BACKWARD, over=(1,)) if float8 else dy)
 
 
 @pytest.mark.parametrize("float8", [False, True])
@@ -61,6 +64,6 @@ def test_what_a_kernel_leaves_in_rows_of_no_expert_reaches_nothing(monkeypatch, 
         outside = (jnp.arange(len(x)) >= jnp.sum(sizes))[:, None]
         return jnp.where(outside, 1e6, multiply(x, w, sizes, *how))
 
-    multiply = kernels._multiply
-    monkeypatch.setattr(kernels, "_multiply", dirty)
+    multiply = kernels.multiply_groups
+    monkeypatch.setattr(kernels, "multiply_groups", dirty)
     jax.tree.map(np.testing.assert_array_equal, one_round(float8), clean)

@@ -20,8 +20,8 @@ from maxds import mesh as mesh_lib
 from maxds import params
 from maxds.config import Mesh
 from maxds.mesh import AXES
-from maxds.model import kernels, moe, ops
-from maxds.quantize import BACKWARD, FORWARD, Quantized, dequantized, quantize
+from maxds.model import kernels, moe, ops, rounded
+from maxds.quantize import BACKWARD, FORWARD, Quantized, dequantized, quantize, vjp
 
 both_formats = pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
 both_dtypes = pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
@@ -176,13 +176,14 @@ ROWS, SIZES = 30, np.array([7, 0, 12, 9], np.int32)  # two rows belong to no gro
 
 
 @functools.cache
-def grouped_matmul(form, compute):
-    """As in test_kernels.py: (x, w, dy) -> (y, (dx, dw)), by the form of CPUs in blocks of 4 rows or of others."""
+def grouped_products(form, compute):
+    """(x, w, dy) -> (y, dx, dw), rows and gradients rounded, by the form of CPUs in blocks of 4 rows or of others."""
 
     def both(x, w, dy):
-        multiply = functools.partial(kernels.grouped_matmul, sizes=jnp.asarray(SIZES))
-        y, pull = jax.vjp(multiply, x, weight(w, (1, 2), compute))
-        return y, pull(dy)
+        x, dy, w = quantize(x, FORWARD, (1,)), quantize(dy, BACKWARD, (1,)), weight(w, (1, 2), compute).array
+        sizes = jnp.asarray(SIZES)
+        y, dx = rounded._product(x, w, sizes), rounded._product(dy, w, sizes, transposed=True)
+        return y.whole(), dx.whole(), rounded._weight_gradient(x, dy, sizes)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "ROW_BLOCK", 4)
@@ -202,51 +203,86 @@ def grouped_inputs(compute):
 @pytest.mark.parametrize("form", ["cpu", "default"])
 def test_a_float8_grouped_matmul_is_wrong_by_what_rounding_its_operands_can_do(form, compute):
     x, w, dy = grouped_inputs(compute)
-    y, (dx, dw) = grouped_matmul(form, compute)(*map(jnp.asarray, (x, w, dy)))
-    scale_x = np.float64(quantize(jnp.asarray(x), FORWARD, (1,)).scale)
+    y, dx, dw = grouped_products(form, compute)(*map(jnp.asarray, (x, w, dy)))
     x, w, dy = (np.float64(a) for a in (x, w, dy))
     error_x, error_w = rounding(x, FORWARD, 1), rounding(w, FORWARD, (1, 2))
-    for_x, for_w = rounding(dy, BACKWARD, 1), gradient_rounding(dy, (0,), scale_x)
+    scale_x = np.float64(quantize(jnp.asarray(x), FORWARD, (1,)).scale)
+    # Of the weight's gradient, what is below the least number of all that have one scale in common is lost, too.
+    for_x = rounding(dy, BACKWARD, 1)
+    for_w = for_x + rounding(dy * scale_x, BACKWARD, (0, 1)).min() / scale_x
     ends = np.cumsum(SIZES)
     for g, (first, end) in enumerate(zip(ends - SIZES, ends, strict=True)):
         own = slice(first, end)
         for found, terms, operands, errors in (
             (y[own], "ri,io->ro", (x[own], w[g]), (error_x[own], error_w[g])),
             (dx[own], "ro,io->ri", (dy[own], w[g]), (for_x[own], error_w[g])),
-            (dw.slot[g], "ri,ro->io", (x[own], dy[own]), (error_x[own], for_w[own])),
+            (dw[g], "ri,ro->io", (x[own], dy[own]), (error_x[own], for_w[own])),
         ):
             if end > first:
                 assert_within(found, np.einsum(terms, *operands), product_error(terms, *operands, *errors), compute)
-    for found in (y[ends[-1] :], dx[ends[-1] :], dw.slot[1]):
+    for found in (y[ends[-1] :], dx[ends[-1] :], dw[1]):
         np.testing.assert_array_equal(found, 0)
 
 
-def replayed_products():
+def experts(limit=None):
+    """Experts in float8: a function of rows, of which two belong to none, matrices and weights; these; a cotangent."""
+    shapes = (ROWS, 16), (len(SIZES), 16, 24), (len(SIZES), 12, 16), (ROWS,), (ROWS, 16)
+    x, up, down, weights, dy = (jnp.asarray(uneven(shape, seed=i)) for i, shape in enumerate(shapes))
+    x = Quantized(quantize(x, FORWARD, (1,)), gradient="scaled")
+    w = tuple(Quantized(quantize(a, FORWARD, (1, 2))) for a in (up, down))
+    dy = quantize(jnp.where(jnp.arange(ROWS)[:, None] < SIZES.sum(), dy, 0), BACKWARD, (1,))
+
+    def run(x, w, weights, kept=None):
+        return rounded.multiplied(limit, x, w, weights, jnp.asarray(SIZES), kept)
+
+    return run, (x, w, weights), dy
+
+
+def with_gradients(run, args, dy, kept=None):
+    y, pull = vjp(lambda *args: run(*args, kept)[0], *args)
+    return y, pull(dy)
+
+
+@pytest.mark.parametrize("limit", [None, 0.5])
+def test_experts_in_float8_are_as_far_from_exact_ones_as_their_formats(limit):
+    run, args, dy = experts(limit)
+    y, (dx, dw, dweights) = with_gradients(run, args, dy)
+
+    def exact(x, w, weights):
+        up = kernels.grouped_matmul(x, w[0], jnp.asarray(SIZES))
+        return kernels.grouped_matmul(ops.swiglu(up, limit) * weights[:, None], w[1], jnp.asarray(SIZES))
+
+    of_exact = jax.tree.map(lambda a: dequantized(a), args, is_leaf=lambda a: isinstance(a, Quantized))
+    expected, pull = jax.vjp(exact, *of_exact)
+    expected = expected, pull(qwix.dequantize(dy))
+    found = y.array.whole(), (dx.whole(), dw, dweights)
+    *pairs, of_weights = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
+    for (a, b), digits in zip(pairs, (4, 3, 3, 3), strict=True):
+        a, b = (np.float64(n[: SIZES.sum()]) for n in (a, b))  # rows; of experts there are fewer
+        assert 0 < np.linalg.norm(a - b) <= 2.0**-digits * np.linalg.norm(b)
+    np.testing.assert_allclose(*of_weights, rtol=1e-5)  # made before anything is rounded
+
+
+def test_replayed_experts_in_float8_multiply_only_for_the_gradient():
+    run, args, dy = experts()
+    kept = run(*args)[1]
+    once, again = with_gradients(run, args, dy), with_gradients(run, args, dy, kept)
+    jax.tree.map(np.testing.assert_array_equal, again, once)
+    found = jaxprs.count(jaxprs.live(lambda *given: with_gradients(run, *given)[1], args, dy, kept))
+    assert (found["multiply_groups"], found["multiply_groups_transposed"]) == (2, 2)
+
+
+def test_a_replayed_float8_product_multiplies_only_for_the_gradient():
     x, w, dy = (jnp.asarray(a) for a in grouped_inputs(np.float32))
-    grouped = functools.partial(kernels.grouped_matmul, sizes=jnp.asarray(SIZES))
-    return {
-        "grouped": (lambda x, w, kept=None: grouped(x, w, kept=kept), x, weight(w, (1, 2), jnp.float32), dy),
-        "dense": (
-            lambda x, w, kept=None: moe.kept_product(x, w, kept),
-            x[None],
-            weight(w[0], (0,), jnp.float32),
-            dy[None],
-        ),
-    }
-
-
-@pytest.mark.parametrize("kind", ["grouped", "dense"])
-def test_a_replayed_float8_product_multiplies_only_for_the_gradient(kind):
-    product, x, w, dy = replayed_products()[kind]
+    x, w, dy = x[None], weight(w[0], (0,), jnp.float32), dy[None]
 
     def gradient(x, slot, dy, kept=None):
-        return jax.vjp(lambda x, slot: product(x, w.replace(slot=slot), kept), x, slot)[1](dy)
+        return jax.vjp(lambda x, slot: moe.kept_product(x, w.replace(slot=slot), kept), x, slot)[1](dy)
 
-    kept = product(x, w)
+    kept = moe.kept_product(x, w, None)
     once, again = gradient(x, w.slot, dy), gradient(x, w.slot, dy, kept)
     jax.tree.map(np.testing.assert_array_equal, again, once)
-    found = jaxprs.count(jaxprs.live(gradient, x, w.slot, dy, kept))
-    assert found["_multiply"] + found["_multiply_transposed"] + found["dot_general"] == 2
+    assert jaxprs.count(jaxprs.live(gradient, x, w.slot, dy, kept))["dot_general"] == 2
 
 
 # ------------------------------------------------------------------------------------------- travel
@@ -287,12 +323,16 @@ def test_gathered_weights_keep_the_scales_of_their_values_and_are_the_same_on_ev
     params.derive(check, LAYER, weights, found)
 
 
-def with_gradient(move, x, dy, spec_of_y):
+def whole_of(x):
+    return qwix.dequantize(x) if isinstance(x, qwix.QArray) else dequantized(x)
+
+
+def with_gradient(move, x, dy, spec_of_y, **how):
     """y and dx of 8 devices: rows are split over both axes, or where gathered over `fsdp`."""
 
     def both(x, dy):
-        y, pull = jax.vjp(move, x)
-        return y, *pull(dy)
+        y, pull = vjp(move, Quantized(x, **how) if how else x)
+        return whole_of(y), whole_of(*pull(dy))
 
     whole, split = P("fsdp"), P(("fsdp", "expert"))
     of_x, of_y = (split, whole) if spec_of_y == "gathered" else (whole, split)
@@ -310,7 +350,7 @@ def test_dispatched_tokens_keep_their_scales_and_gradients_are_summed_without_ro
 
 def test_sums_of_experts_are_not_rounded_and_their_gradients_keep_their_scales():
     x, dy = uneven((16, 24), np.float32, 0), uneven((16, 24), np.float32, 1, 0)
-    y, dx = with_gradient(moe.reduce_scatter_float8, x, dy, "scattered")
+    y, dx = with_gradient(moe.reduce_scatter_float8, x, dy, "scattered", gradient="float8")
     exact, exact_dx = with_gradient(moe.reduce_scatter, x, dy, "scattered")
     np.testing.assert_array_equal(y, exact)
     assert (np.abs(dx - exact_dx) <= rounding(exact_dx, BACKWARD, 1)).all()

@@ -12,7 +12,7 @@ PACKAGE = Path(maxds.__file__).parent
 # Upstream first: a module may import those before it. A folder of this list is one room.
 ORDER = """lines command section architecture config nodes loader mesh quantize host params tables schedule
     model model.ops model.residual model.engram model.sequences model.kernels model.indexer model.window model.attention
-    model.compressed model.moe model.layout model.deepseek model.cache model.decode
+    model.compressed model.rounded model.moe model.layout model.deepseek model.cache model.decode
     muon optimizer update step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
@@ -79,6 +79,7 @@ WORDS = {
         "model.kernels",
         "model.indexer",
         "model.window",
+        "model.rounded",
         "model.moe",
     },
     r"^(import|from) (time|logging|pathlib|os|io|threading)\b|\bopen\(|\bprint\(|absl": {

@@ -11,11 +11,12 @@ import pytest
 import tiny
 from jax.experimental.pallas import tpu as pltpu
 
-from maxds.model import indexer, kernels, sparse, window
+from maxds.model import indexer, kernels, ops, sparse, window
 from maxds.model.indexer import Attended, Index
 from maxds.model.kernels import Keys
 from maxds.model.tiles import LANES, causal, gates, sums
 from maxds.model.tiles import window as window_tiles
+from maxds.quantize import BACKWARD, FORWARD, Scaled, quantize
 
 pytestmark = pytest.mark.newest
 
@@ -299,6 +300,44 @@ def test_gated_rows_and_their_gradients_are_those_of_the_definition_and_others_a
     if count:
         assert_close([a[:count] for a in found], list(expected))
     assert all(np.isnan(a[max(end, LANES) :]).all() for a in found)  # nothing is written there
+
+
+def rounds_to(found, exact, dtype, count):
+    """Whether rows are rounded as `quantize` does it, but for what float32's own errors make of a number halfway."""
+    expected = quantize(exact, dtype, over=(1,))
+    np.testing.assert_array_equal(found.scale[:count], expected.scale[:count])
+    exact, scale = (np.float64(a[:count]) for a in (exact, expected.scale))
+    off = np.abs(np.float64(found.qvalue[:count]) * scale - exact)
+    info = jnp.finfo(dtype)
+    steps = np.maximum(np.abs(exact) * float(info.eps), scale * float(info.smallest_subnormal))
+    return (off <= steps / 2 * (1 + 1e-4)).all()
+
+
+@pytest.mark.parametrize("count", [ROWS, LANES + 7, 0])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+def test_gated_rows_and_their_gradients_are_rounded_to_float8_each_row_to_its_own_scale(limit, count):
+    up, weights, dy, scales = draw(11, (ROWS, WIDTH), (ROWS,), (ROWS, WIDTH // 2), (2, ROWS, 1))
+    up, dy = (Scaled(a, jnp.exp2(jnp.round(3 * of))) for a, of in zip((up, dy), scales, strict=True))
+
+    def exact(up, weights):
+        return ops.swiglu(up, limit) * weights[:, None]
+
+    y, pull = jax.vjp(exact, up.whole(), weights)
+    dup, dweights = pull(dy.whole())
+    gated = gates.rounded(up, weights, jnp.int32(count), limit, interpret=SIMULATED)
+    again, found, of_weights = gates.rounded_backward(up, weights, jnp.int32(count), dy, limit, interpret=SIMULATED)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:count], b[:count]), gated, again)
+    assert rounds_to(gated, y, FORWARD, count)
+    assert rounds_to(found, dup, BACKWARD, count)
+    np.testing.assert_allclose(of_weights[:count], dweights[:count], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("count", [ROWS, LANES + 7])
+def test_rows_of_float8_times_powers_of_two_are_rounded_as_xla_rounds_them(count):
+    x, scales = draw(12, (ROWS, WIDTH), (ROWS, 1))
+    x, by = (x * 1000).astype(BACKWARD), jnp.exp2(-jnp.round(20 * jnp.abs(scales)))
+    found = gates.times(x, by, jnp.int32(count), interpret=SIMULATED)
+    np.testing.assert_array_equal(found[:count], (x.astype(jnp.float32) * by).astype(BACKWARD)[:count])
 
 
 # ------------------------------------------------------------------------------ as the model uses them

@@ -133,12 +133,13 @@ class Network:
         capacity = self.config.schedule.capacity
         dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, self.float8))
         experts = schedule.Stage("experts", functools.partial(moe.experts, c), functools.partial(moe.take, capacity))
+        pending = functools.partial(moe.pending, c, self.float8, capacity)
         return schedule.Layer(
             (attend, dispatch, experts),
-            combine=functools.partial(moe.combine, c, self.float8),
+            combine=functools.partial(moe.combine, c),
             uncombine=functools.partial(moe.uncombine, self.float8),
-            spread=functools.partial(moe.spread, c, capacity),
-            pending=functools.partial(moe.pending, c, capacity),
+            spread=functools.partial(moe.spread, c, pending),
+            pending=pending,
             observe=observe,
             awaited=moe.awaited,
             always=("selection", "routing"),

@@ -10,6 +10,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 | to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | our own, in rows of n 128 [1]             |
 | grouped matmul | a loop over blocks of rows | JAX's [2]; else: XLA       | `lax.ragged_dot`                          |
 | gated rows     | XLA                        | XLA                        | our own, of n 128 rows and columns        |
+| … in float8    | XLA                        | XLA                        | TPU7x: our own, as those; else: XLA       |
 | summed scores  | XLA, head by head          | XLA, head by head          | our own, of blocks of queries             |
 | sum of rows    | XLA, choice by choice      | XLA, choice by choice      | TPU7x: tokamax's, SparseCores; else: XLA  |
 
@@ -22,6 +23,7 @@ On CPUs and GPUs XLA's `lax.ragged_dot` multiplies every row by every group: its
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import flax.struct
 import jax
@@ -29,16 +31,18 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.experimental.layout import Layout, with_layout_constraint
+from qwix import QArray
 
 from maxds.model import hopper, ops, scores, sparse, sparsecores
 from maxds.model.tiles import causal, gates, sums
-from maxds.quantize import BACKWARD, FORWARD, Quantized, Tree, quantize
+from maxds.quantize import BACKWARD, FORWARD, Quantized, Scaled, Tree, quantize, slots
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
 QUERY_BLOCK = 512  # bounds the attention scores that exist at a time to [B N QUERY_BLOCK S]
 ROW_BLOCK = 128  # rows of one expert multiplied at a time on CPU
 Sight = causal.Sight
 SPARSE_CORES = ("TPU7x",)  # as tokamax sums rows on: of 16 lanes
+FLOAT8 = ("TPU7x",)  # whose vector units round to float8
 
 
 def _device_kind() -> str:
@@ -330,34 +334,30 @@ def _sums_in_tiles(q: jax.Array, count: int) -> bool:
 # --------------------------------------------------------------------------------- grouped matmul
 
 
-def grouped_matmul(
-    x: jax.Array, w: jax.Array | Quantized, sizes: jax.Array, kept: jax.Array | None = None
-) -> jax.Array:
+def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, kept: jax.Array | None = None) -> jax.Array:
     """Multiplies rows, sorted by group, by the matrix of their group.
 
     Args:
       x: [R I].
-      w: [G I O]; in float8 with a scale for each group, the rows are rounded as in `ops.matmul`.
+      w: [G I O].
       sizes: [G] int32: how many rows each group has. Rows past their sum give zero.
       kept: the result of an earlier call; it is then returned as it is.
 
     Returns:
       [R O].
     """
-    if isinstance(w, Quantized):
-        return _grouped_matmul_float8(x, w, sizes, kept)
     return _grouped_matmul(x, w, sizes, kept)
 
 
 @jax.custom_vjp
 def _grouped_matmul(x, w, sizes, kept):
-    return _multiply(x, w, sizes, x.dtype) if kept is None else kept
+    return multiply_groups(x, w, sizes, x.dtype) if kept is None else kept
 
 
 def _grouped_matmul_backward(residuals, dy):
     x, w, sizes, kept = residuals
-    dx = _multiply(dy, w, sizes, dy.dtype, True)
-    dw = _multiply_transposed(x, dy, sizes, dy.dtype)
+    dx = multiply_groups(dy, w, sizes, dy.dtype, True)
+    dw = multiply_groups_transposed(x, dy, sizes, dy.dtype)
     return dx, dw, None, jax.tree.map(jnp.zeros_like, kept)
 
 
@@ -365,8 +365,8 @@ _grouped_matmul.defvjp(lambda *args: (_grouped_matmul(*args), args), _grouped_ma
 
 
 @functools.partial(jax.jit, inline=False, static_argnums=(3, 4))
-def _multiply(x, w, sizes, dtype, transposed=False):
-    """[R I], [G I O], or if `transposed` [G O I] -> [R O] of `dtype`."""
+def multiply_groups(x, w, sizes, dtype, transposed=False):
+    """Rows by the matrix of their group: [R I], [G I O], or if `transposed` [G O I] -> [R O] of `dtype`."""
     if _multiplies_on_hopper(dtype, len(x), *w.shape[1:]):
         return hopper.multiply(x.astype(dtype), w.astype(dtype), sizes, transposed=transposed)
     w = w.swapaxes(1, 2) if transposed else w
@@ -376,7 +376,7 @@ def _multiply(x, w, sizes, dtype, transposed=False):
 
 
 @functools.partial(jax.jit, inline=False, static_argnums=3)
-def _multiply_transposed(x, dy, sizes, dtype):
+def multiply_groups_transposed(x, dy, sizes, dtype):
     """[R I], [R O] -> [G I O] of `dtype`: the sum of the outer products of each group's rows."""
     if _multiplies_on_hopper(dtype, *x.shape, dy.shape[1]):
         return hopper.multiply_transposed(x.astype(dtype), dy.astype(dtype), sizes)
@@ -392,39 +392,6 @@ def _multiply_transposed(x, dy, sizes, dtype):
 def _multiplies_on_hopper(dtype, *sides):
     """Float8 values too: bfloat16 holds them as they are, and these kernels have no products of them."""
     return is_hopper() and hopper.can_multiply(dtype, *sides)
-
-
-@jax.custom_vjp
-def _grouped_matmul_float8(x, w, sizes, kept):
-    return _grouped_matmul_float8_forward(x, w, sizes, kept)[0]
-
-
-def _grouped_matmul_float8_forward(x, w, sizes, kept):
-    rounded, w = quantize(x, FORWARD, over=(1,)), w.array
-    y = kept
-    if kept is None:
-        y = _multiply(rounded.qvalue, w.qvalue, sizes, x.dtype)
-        y *= rounded.scale * _of_rows(w.scale, sizes, len(x))
-    return y, (rounded, w, sizes, kept)
-
-
-def _grouped_matmul_float8_backward(residuals, dy):
-    x, w, sizes, kept = residuals
-    inside = jnp.arange(len(dy))[:, None] < jnp.sum(sizes)  # rows of no group hold anything, and must not set scales
-    for_x, for_w = quantize(dy, BACKWARD, over=(1,)), quantize(jnp.where(inside, dy * x.scale, 0), BACKWARD, over=(0,))
-    dx = _multiply(for_x.qvalue, w.qvalue, sizes, dy.dtype, True)
-    dx *= for_x.scale * _of_rows(w.scale, sizes, len(dy))
-    dw = _multiply_transposed(x.qvalue, for_w.qvalue, sizes, dy.dtype) * for_w.scale
-    return dx, Quantized(None, dw), None, jax.tree.map(jnp.zeros_like, kept)
-
-
-_grouped_matmul_float8.defvjp(_grouped_matmul_float8_forward, _grouped_matmul_float8_backward)
-
-
-def _of_rows(scale, sizes, rows):
-    """[G 1 1] -> [R 1]: that of each row's group."""
-    group = jnp.searchsorted(jnp.cumsum(sizes), jnp.arange(rows), side="right", method="compare_all")
-    return jnp.take(scale[:, 0], group, axis=0, mode="clip")
 
 
 def _row_blocks(rows, sizes):
@@ -465,8 +432,8 @@ def _multiply_transposed_by_blocks(x, dy, sizes, dtype):
 
     def body(i, dw):
         group, start, own = block(i)
-        rows = jnp.where(own, lax.dynamic_slice_in_dim(x, start, size), 0)
-        update = lax.dot(rows.T, lax.dynamic_slice_in_dim(dy, start, size), preferred_element_type=dtype)
+        rows, gradients = (jnp.where(own, lax.dynamic_slice_in_dim(a, start, size), 0) for a in (x, dy))
+        update = lax.dot(rows.T, gradients, preferred_element_type=dtype)
         return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
 
     return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), dtype))
@@ -489,7 +456,7 @@ def gated(limit: float | None, up: jax.Array, weights: jax.Array, count: jax.Arr
     """
     if is_tpu() and gates.can_gate(*up.shape):
         return _gated(limit, up, weights, count)
-    return ops.swiglu(up, limit) * weights[:, None].astype(up.dtype)
+    return _gated_exactly(limit, up, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -505,6 +472,46 @@ def _gated_backward(limit, operands, dy):
 _gated.defvjp(lambda limit, *operands: (_gated(limit, *operands), operands), _gated_backward)
 
 
+def gated_float8(limit: float | None, up: Scaled, weights: jax.Array, count: jax.Array) -> QArray:
+    """As `gated`, rounded: [R 2F] -> [R F] of FORWARD with a scale for each row. It has no gradient."""
+    if rounds_rows() and gates.can_gate(*up.shape):
+        return gates.rounded(up, weights, count, limit)
+    gated = _gated_exactly(limit, up.astype(jnp.float32).whole(), weights)
+    return quantize(gated, FORWARD, over=(1,)).astype(up.dtype)
+
+
+def gated_float8_backward(
+    limit: float | None, up: Scaled, weights: jax.Array, count: jax.Array, dy: Scaled
+) -> tuple[QArray, QArray, jax.Array]:
+    """Given that of its result, [R F]: the result of `gated_float8` again, and gradients of up and weights.
+
+    That of up, [R 2F], is of BACKWARD with a scale for each row.
+    """
+    if rounds_rows() and gates.can_gate(*up.shape):
+        return gates.rounded_backward(up, weights, count, dy, limit)
+    exact, of_exact = (a.astype(jnp.float32).whole() for a in (up, dy))
+    y, pull = jax.vjp(functools.partial(_gated_exactly, limit), exact, weights)
+    dup, dweights = pull(of_exact)
+    gated, dup = quantize(y, FORWARD, over=(1,)), quantize(dup, BACKWARD, over=(1,))
+    return gated.astype(up.dtype), dup.astype(up.dtype), dweights
+
+
+def _gated_exactly(limit, up, weights):
+    return ops.swiglu(up, limit) * weights[:, None].astype(up.dtype)
+
+
+def times(x: jax.Array, by: jax.Array, count: jax.Array) -> jax.Array:
+    """Values of BACKWARD [R D] times powers of two [R 1]; rows from `count` on hold anything, and do so afterwards."""
+    if rounds_rows() and gates.can_scale(*x.shape):
+        return gates.times(x, by, count)
+    return (x.astype(by.dtype) * by).astype(x.dtype)
+
+
+def rounds_rows() -> bool:
+    """Whether rows are rounded to float8 by kernels of our own."""
+    return _device_kind() in FLOAT8
+
+
 # ---------------------------------------------------------------------------------- tokens and routed rows
 
 
@@ -518,19 +525,44 @@ class Routes:
 
 
 @jax.custom_vjp
-def rows_of_tokens(tokens: jax.Array, routes: Routes) -> jax.Array:
-    """[A D] -> [R D]: each row's token. Rows that belong to none hold anything."""
-    return jnp.take(tokens, routes.pairs // routes.slots.shape[1], axis=0, mode="clip")
+def rows_of_tokens(tokens: Any, routes: Routes) -> Any:
+    """[A D] -> [R D]: each row's token. Rows that belong to none hold anything.
+
+    Of an array, or Quantized: then the gradient of rows is scaled.
+    """
+    if isinstance(tokens, Quantized):
+        return Quantized(_rows(tokens.array, routes), gradient="scaled").with_slot()
+    return _rows(tokens, routes)
 
 
 @jax.custom_vjp
-def tokens_of_rows(rows: jax.Array, routes: Routes) -> jax.Array:
-    """[R D] -> [A D]: the sum of each token's rows; the transpose of `rows_of_tokens`."""
+def tokens_of_rows(rows: Any, routes: Routes) -> Any:
+    """[R D] -> [A D]: the sum of each token's rows; the transpose of `rows_of_tokens`.
+
+    Of an array, or Quantized: scaled, with a gradient in float8, which that of the sums then is, too.
+    """
+    if isinstance(rows, Quantized):
+        return Quantized(_sums(rows.array, routes), gradient=rows.gradient).with_slot()
+    return _sums(rows, routes)
+
+
+def _rows(tokens: Tree, routes: Routes) -> Tree:
+    of_rows = routes.pairs // routes.slots.shape[1]
+    return jax.tree.map(lambda a: jnp.take(a, of_rows, axis=0, mode="clip"), tokens)
+
+
+def _sums(rows: jax.Array | Scaled, routes: Routes) -> jax.Array:
+    if isinstance(rows, Scaled):
+        return _weighted_sums(rows.values, _pairs_of_rows(rows.scale[:, 0].astype(jnp.float32), routes), routes)
+    return _weighted_sums(rows, jnp.ones(routes.slots.shape, jnp.float32), routes)
+
+
+def _weighted_sums(rows: jax.Array, weights: jax.Array, routes: Routes) -> jax.Array:
     on_sparse_cores = rows.dtype == jnp.bfloat16 and _device_kind() in SPARSE_CORES
     if on_sparse_cores and sparsecores.can_sum_rows(rows.shape, choices=routes.slots.shape[1]):
-        return sparsecores.sum_rows(rows, routes.slots, routes.here)
-    choices = zip(routes.slots.T, routes.here.T, strict=True)
-    found = (jnp.where(here[:, None], jnp.take(rows, slots, axis=0, mode="clip"), 0) for slots, here in choices)
+        return sparsecores.sum_rows(rows, routes.slots, routes.here, weights)
+    choices = zip(routes.slots.T, routes.here.T, weights.T.astype(rows.dtype), strict=True)
+    found = (jnp.where(h[:, None], jnp.take(rows, s, axis=0, mode="clip") * by[:, None], 0) for s, h, by in choices)
     return functools.reduce(jnp.add, found)
 
 
@@ -546,9 +578,19 @@ def _pairs_of_rows(values: jax.Array, routes: Routes) -> jax.Array:
 
 def _with_transpose(move: Callable, transpose: Callable) -> None:
     """A gather's own transpose would be a scatter, which sorts on TPU and is serial on CPU."""
-    move.defvjp(lambda x, routes: (move(x, routes), routes), lambda routes, dy: (transpose(dy, routes), None))
+
+    def forward(x, routes):
+        form = dataclasses.replace(x, array=None, slot=None) if isinstance(x, Quantized) else None
+        return move(x, routes), (form, routes)
+
+    def backward(residuals, dy):
+        form, routes = residuals
+        dx = transpose(slots(dy), routes)
+        return (dx if form is None else dataclasses.replace(form, slot=dx)), None
+
+    move.defvjp(forward, backward)
 
 
-_with_transpose(rows_of_tokens, tokens_of_rows)
-_with_transpose(tokens_of_rows, rows_of_tokens)
+_with_transpose(rows_of_tokens, _sums)
+_with_transpose(tokens_of_rows, _rows)
 _with_transpose(rows_of_pairs, _pairs_of_rows)

@@ -13,23 +13,23 @@ move their own.
 import dataclasses
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
 import jax
 import jax.numpy as jnp
-import qwix
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from maxds.architecture import Model
-from maxds.model import kernels, residual
+from maxds.model import kernels, residual, rounded
 from maxds.model.attention import norm
 from maxds.model.ops import matmul, rms_norm, swiglu
 from maxds.model.residual import Stream
 from maxds.params import Param, Tree
-from maxds.quantize import BACKWARD, FORWARD, Quantized, gradients, quantize, slots, with_slots
+from maxds.quantize import BACKWARD, FORWARD, Quantized, Scaled, gradients, named, quantize, slots, vjp
 from maxds.schedule import Given
 
 
@@ -76,7 +76,7 @@ class Dispatched:
 
     stream: Stream
     y: jax.Array  # [T D]: this device's tokens
-    tokens: jax.Array  # [A D]: those of all devices
+    tokens: jax.Array | Quantized  # [A D]: those of all devices
     weights: jax.Array  # [A K] float32
     routing: Routing
 
@@ -87,7 +87,7 @@ class Taken:
 
     stream: Stream
     y: jax.Array  # [T D]
-    rows: jax.Array  # [R D]: the rows of the first round
+    rows: jax.Array | Quantized  # [R D]: the rows of the first round
     weights: jax.Array  # [A K] float32
     routing: Routing
 
@@ -97,7 +97,7 @@ class Computed:
     """A layer between experts and combine."""
 
     stream: Stream  # with what rounds after the first have added
-    rows: jax.Array  # [R D]: what the first round adds to the token of each row
+    rows: jax.Array | Quantized  # [R D]: what the first round adds to the token of each row
     routing: Routing
 
 
@@ -106,7 +106,7 @@ class Summed:
     """The same, with the sums of what this device's experts add to the tokens of all devices."""
 
     stream: Stream
-    partial: jax.Array  # [A D]
+    partial: jax.Array | Quantized  # [A D]
 
 
 def declare_mlp(c: Model, width: int) -> Mlp:
@@ -281,7 +281,8 @@ def take(capacity: float, x: Dispatched) -> Taken:
     """The rows of the first round, for the experts."""
     rows = rows_at_a_time(x.weights.size, lax.axis_size("expert"), capacity)
     rows = kernels.rows_of_tokens(x.tokens, routes(x.routing, rows, 0, x.weights.shape))
-    return Taken(x.stream, x.y, checkpoint_name(rows, "dispatched"), x.weights, x.routing)
+    rows = jax.tree.map(lambda a: named(a, "dispatched"), rows)
+    return Taken(x.stream, x.y, rows, x.weights, x.routing)
 
 
 def hashed(given: Given) -> bool:
@@ -300,33 +301,37 @@ def reduce_scatter(x: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def all_gather_float8(x: jax.Array) -> jax.Array:
+def all_gather_float8(x: jax.Array) -> Quantized:
     """As `all_gather`, rounded to e4m3, in which rows travel with their scales. Gradients are summed in their dtype."""
-    return _all_gather_rounded(x, FORWARD)
+    return Quantized(_all_gather_rounded(x, FORWARD)).with_slot()
 
 
 @jax.custom_vjp
-def reduce_scatter_float8(x: jax.Array) -> jax.Array:
+def reduce_scatter_float8(x: Quantized) -> jax.Array:
     """As `reduce_scatter`; gradients are rounded to e5m2, in which rows travel with their scales."""
-    return reduce_scatter(x)
+    return reduce_scatter(x.array)
 
 
-def of_all(float8: bool, y: jax.Array) -> jax.Array:
+def of_all(float8: bool, y: jax.Array) -> jax.Array | Quantized:
     """The tokens of every device on the `expert` axis, [T D] -> [A D]."""
     return (all_gather_float8 if float8 else all_gather)(y)
 
 
-def home(float8: bool, partial: jax.Array) -> jax.Array:
+def home(partial: jax.Array | Quantized) -> jax.Array:
     """The sums of what all devices add to this one's tokens, [A D] -> [T D]."""
-    return (reduce_scatter_float8 if float8 else reduce_scatter)(partial)
+    return reduce_scatter_float8(partial) if isinstance(partial, Quantized) else reduce_scatter(partial)
 
 
 def _all_gather_rounded(x, dtype):
-    return qwix.dequantize(jax.tree.map(all_gather, quantize(x, dtype, over=(1,))))
+    return jax.tree.map(all_gather, quantize(x, dtype, over=(1,)))
 
 
-all_gather_float8.defvjp(lambda x: (all_gather_float8(x), None), lambda _, dy: (reduce_scatter(dy),))
-reduce_scatter_float8.defvjp(lambda x: (reduce_scatter(x), None), lambda _, dy: (_all_gather_rounded(dy, BACKWARD),))
+def _reduce_scatter_backward(_, dy):
+    return (Quantized(None, _all_gather_rounded(dy, BACKWARD), "float8"),)
+
+
+all_gather_float8.defvjp(lambda x: (all_gather_float8(x), None), lambda _, dy: (reduce_scatter(dy.slot),))
+reduce_scatter_float8.defvjp(lambda x: (reduce_scatter(x.array), None), _reduce_scatter_backward)
 
 
 def sort(c: Model, chosen: jax.Array) -> Routing:
@@ -383,12 +388,15 @@ def experts(c: Model, w: Mlp, x: Taken, given: Given, kept: dict | None = None) 
     return Computed(residual.add(x.stream, more.reshape(x.stream.shape)), rows, x.routing), {"expert_up": up}
 
 
-def _multiplied(limit: float | None, w: Mlp, x: jax.Array, weights: jax.Array, routing: Routing, i, kept=None):
+def _multiplied(limit: float | None, w: Mlp, x: Any, weights: jax.Array, routing: Routing, i, kept=None):
     """Rows x [R D] of round i -> what each adds to its token [R D], and their up product [R 2F]."""
-    ends, first = jnp.cumsum(routing.sizes), i * len(x)
-    here = jnp.clip(ends, first, first + len(x)) - jnp.clip(ends - routing.sizes, first, first + len(x))
+    rows, ends = x.shape[0], jnp.cumsum(routing.sizes)
+    first = i * rows
+    here = jnp.clip(ends, first, first + rows) - jnp.clip(ends - routing.sizes, first, first + rows)
+    weight = kernels.rows_of_pairs(weights, routes(routing, rows, i, weights.shape))
+    if isinstance(x, Quantized):
+        return rounded.multiplied(limit, x, (w.up, w.down), weight, here, kept)
     up = kernels.grouped_matmul(x, w.up, here, kept)
-    weight = kernels.rows_of_pairs(weights, routes(routing, len(x), i, weights.shape))
     return kernels.grouped_matmul(kernels.gated(limit, up, weight, jnp.sum(here)), w.down, here), up
 
 
@@ -398,7 +406,7 @@ def _further_round(limit: float | None, rows: int, i, operands, routing: Routing
     route = routes(routing, rows, i, weights.shape)
     float8 = isinstance(w.up, Quantized)
     x = kernels.rows_of_tokens(of_all(float8, y), route)
-    found = home(float8, kernels.tokens_of_rows(_multiplied(limit, w, x, weights, routing, i)[0], route))
+    found = home(kernels.tokens_of_rows(_multiplied(limit, w, x, weights, routing, i)[0], route))
     return lax.optimization_barrier(found)  # else the compiler would scatter even the sum over no rounds
 
 
@@ -418,10 +426,10 @@ def _all_rounds(limit, rows, operands, routing, kept):
     w, y, weights = operands
 
     def further(i, more):
-        return more + _further_round(limit, len(rows), i, operands, routing)
+        return more + _further_round(limit, rows.shape[0], i, operands, routing)
 
     out, up = _multiplied(limit, w, rows, weights, routing, 0, kept)
-    return out, _in_further_rounds(len(rows), routing, further, jnp.zeros_like(y)), up
+    return out, _in_further_rounds(rows.shape[0], routing, further, jnp.zeros_like(y)), up
 
 
 def _all_rounds_forward(limit, rows, operands, routing, kept):
@@ -436,48 +444,49 @@ def _all_rounds_backward(limit, residuals, cotangents):
 
     w, y, weights = operands
 
-    def first(rows, own, y, weights):
-        return _multiplied(limit, with_slots(w, own), rows, weights, routing, 0, up)[0]
+    def first(rows, w, y, weights):
+        return _multiplied(limit, w, rows, weights, routing, 0, up)[0]
 
     def further(i, grads):
-        def run(own, *others):
-            return _further_round(limit, len(rows), i, (with_slots(w, own), *others), routing)
+        def run(*operands):
+            return _further_round(limit, rows.shape[0], i, operands, routing)
 
-        return jax.tree.map(jnp.add, grads, lax.optimization_barrier(jax.vjp(run, slots(w), y, weights)[1](dmore)))
+        return jax.tree.map(jnp.add, grads, lax.optimization_barrier(vjp(run, w, y, weights)[1](dmore)))
 
-    drows, *grads = jax.vjp(first, rows, slots(w), y, weights)[1](dout)
-    dw, *others = _in_further_rounds(len(rows), routing, further, tuple(grads))
-    return drows, (gradients(w, dw), *others), None, jax.tree.map(jnp.zeros_like, kept)
+    drows, *grads = vjp(first, rows, w, y, weights)[1](slots(dout))
+    dw, *others = _in_further_rounds(rows.shape[0], routing, further, tuple(grads))
+    return gradients(rows, drows), (gradients(w, dw), *others), None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
 
 
-def combine(c: Model, float8: bool, x: Computed) -> Stream:
+def combine(c: Model, x: Computed) -> Stream:
     """Sums each token's rows, brings the sum home and adds it to the stream. Linear, but for float8."""
-    return _brought_home(float8, _summed(c, x))
+    return _brought_home(_summed(c, x))
 
 
 def _summed(c: Model, x: Computed) -> Summed:
     shape = len(x.routing.order) // c.num_experts_per_tok, c.num_experts_per_tok
-    return Summed(x.stream, kernels.tokens_of_rows(x.rows, routes(x.routing, len(x.rows), 0, shape)))
+    return Summed(x.stream, kernels.tokens_of_rows(x.rows, routes(x.routing, x.rows.shape[0], 0, shape)))
 
 
-def _brought_home(float8: bool, x: Summed) -> Stream:
-    return residual.add(x.stream, home(float8, x.partial).reshape(x.stream.shape))
+def _brought_home(x: Summed) -> Stream:
+    return residual.add(x.stream, home(x.partial).reshape(x.stream.shape))
 
 
 def uncombine(float8: bool, dy: Stream) -> Summed:
     """The first half of the transpose of `combine`: what travels."""
     batch, length, width = dy.shape
-    partial = jnp.zeros((batch * length * lax.axis_size("expert"), width), dy.dtype)
-    return jax.vjp(functools.partial(_brought_home, float8), Summed(dy, partial))[1](dy)[0]
+    partial: Any = jnp.zeros((batch * length * lax.axis_size("expert"), width), dy.dtype)
+    partial = Quantized(partial, gradient="float8") if float8 else partial
+    return vjp(_brought_home, Summed(dy, partial))[1](dy)[0]
 
 
-def spread(c: Model, capacity: float, kept: dict, dy: Summed) -> Computed:
+def spread(c: Model, pending: Callable, kept: dict, dy: Summed) -> Computed:
     """The second half, of a microbatch whose layer kept this: each token's cotangent to its rows."""
-    like = dataclasses.replace(pending(c, capacity, dy.stream), routing=kept["routing"][1])
-    return jax.vjp(functools.partial(_summed, c), like)[1](dy)[0]
+    like = dataclasses.replace(pending(dy.stream), routing=kept["routing"][1])
+    return vjp(functools.partial(_summed, c), like)[1](dy)[0]
 
 
 def awaited(dy: Computed, coming: Tree) -> tuple[Computed, Tree]:
@@ -489,12 +498,14 @@ def awaited(dy: Computed, coming: Tree) -> tuple[Computed, Tree]:
     return dataclasses.replace(dy, stream=stream), coming
 
 
-def pending(c: Model, capacity: float, x: Stream) -> Computed:
+def pending(c: Model, float8: bool, capacity: float, x: Stream) -> Computed:
     """A combine that has nothing to add: `combine(pending(x)) == x`."""
     shards = lax.axis_size("expert")
     batch, length, width = x.shape
     pairs = batch * length * shards * c.num_experts_per_tok
-    rows = jnp.zeros((rows_at_a_time(pairs, shards, capacity), width), x.dtype)
+    rows: Any = jnp.zeros((rows_at_a_time(pairs, shards, capacity), width), x.dtype)
+    if float8:
+        rows = Quantized(Scaled(rows, jnp.zeros((len(rows), 1), x.dtype)), gradient="float8")
     none = jnp.zeros((pairs,), jnp.int32)
     sizes = jnp.zeros((c.n_routed_experts // shards,), jnp.int32)
     return Computed(x, rows, Routing(none, none, sizes, jnp.zeros((), jnp.int32)))

@@ -34,12 +34,15 @@ def can_sum_rows(shape: tuple[int, ...], choices: int) -> bool:
     return kernel.get_unsupported_reason(*shape, jnp.bfloat16, choices) is None
 
 
-def sum_rows(rows: Array, slots: Array, here: Array) -> Array:
-    """Sums, in float32, the rows [R D] bfloat16 that `slots` [A K] names, where they are `here` [A K] -> [A D]."""
+def sum_rows(rows: Array, slots: Array, here: Array, weights: Array) -> Array:
+    """Sums, in float32, the rows [R D] bfloat16 that `slots` [A K] names, where they are `here` [A K] -> [A D].
+
+    They count for `weights` [A K] float32.
+    """
     operation, _ = _summing()
     run = operation.PallasTpuRaggedGatherReduce(
         operation.Config(), bypass_device_check=True
     )  # to compile ahead of time
     with jax.numpy_dtype_promotion("standard"):  # of few rows, which it sums in another way
-        weights = jnp.ones(slots.size, jnp.float32)
-        return run(rows, slots.reshape(-1), weights, here.reshape(-1), reduce_group_size=slots.shape[1])
+        flat = (a.reshape(-1) for a in (slots, weights, here))
+        return run(rows, *flat, reduce_group_size=slots.shape[1])

@@ -12,8 +12,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
+from qwix import QArray
 
-from maxds.model.tiles import LANES, call, columns, like
+from maxds.model.tiles import LANES, call, columns, like, room
+from maxds.quantize import BACKWARD, FORWARD, Scaled, scale_of
 
 ROWS = 128  # of a tile
 
@@ -21,6 +23,11 @@ ROWS = 128  # of a tile
 def can_gate(rows: int, width: int) -> bool:
     """Whether so many rows, of a gate and an up half of this width together, divide into tiles."""
     return rows % ROWS == 0 and width % (2 * LANES) == 0
+
+
+def can_scale(rows: int, width: int) -> bool:
+    """Whether rows of this width divide into tiles."""
+    return rows % ROWS == 0 and width % LANES == 0
 
 
 def gated(up: Array, weights: Array, count: Array, limit: float | None, *, interpret: Any = False) -> Array:
@@ -102,9 +109,137 @@ def _gated_backward(limit, count, given, found, _):
         dweights[...] = jnp.sum(total.T, axis=0, keepdims=True)
 
 
-def _halves(up: Any, at: int, limit: float | None) -> tuple[Array, Array, tuple[Callable, Callable]]:
-    """LANES columns of the gate and of the other half, float32, within the limit; what this does to their gradients."""
-    gate, linear = (up[:, at + i : at + i + LANES].astype(jnp.float32) for i in (0, up.shape[1] // 2))
+def rounded(up: Scaled, weights: Array, count: Array, limit: float | None, *, interpret: Any = False) -> QArray:
+    """As `gated`, of rows with scales, rounded to FORWARD with a scale for each row."""
+    rows, width = up.shape
+    of_rows, per_row = _blocks()
+    values, scale = call(
+        functools.partial(_rounded, limit),
+        count[None],
+        [(up.values, of_rows(width)), (_of_rows(up.scale), per_row), (weights[None], per_row)],
+        [(jax.ShapeDtypeStruct((rows, width // 2), FORWARD), of_rows(width // 2)), (like(weights[None]), per_row)],
+        [room(ROWS, width // 2)],
+        grid=(rows // ROWS,),
+        flops=0,
+        name="gated_float8",
+        interpret=interpret,
+    )
+    return QArray(values, scale.T.astype(up.dtype))
+
+
+def _rounded(limit, count, given, found, held):
+    (up, scale, weights), (out, of_out), (exact,) = given, found, held
+
+    @pl.when(pl.program_id(0) * ROWS < count[0])
+    def _():
+        weight, times = columns(weights[...]), columns(scale[...])
+        for at in range(0, out.shape[1], LANES):
+            gate, linear, _ = _halves(up, at, limit, times)
+            exact[:, at : at + LANES] = gate * jax.nn.sigmoid(gate) * linear * weight
+        _round(exact, out, of_out)
+
+
+def rounded_backward(
+    up: Scaled, weights: Array, count: Array, dy: Scaled, limit: float | None, *, interpret: Any = False
+) -> tuple[QArray, QArray, Array]:
+    """Given that of its result: the result of `rounded` again, gradients of up, of BACKWARD, and of weights."""
+    rows, width = up.shape
+    of_rows, per_row = _blocks()
+    values, scale, dvalues, dscale, dweights = call(
+        functools.partial(_rounded_backward, limit),
+        count[None],
+        [
+            *((up.values, of_rows(width)), (_of_rows(up.scale), per_row), (weights[None], per_row)),
+            *((dy.values, of_rows(width // 2)), (_of_rows(dy.scale), per_row)),
+        ],
+        [
+            *((jax.ShapeDtypeStruct((rows, width // 2), FORWARD), of_rows(width // 2)), (like(weights[None]), per_row)),
+            *((jax.ShapeDtypeStruct((rows, width), BACKWARD), of_rows(width)), (like(weights[None]), per_row)),
+            (like(weights[None]), per_row),
+        ],
+        [room(ROWS, width // 2), room(ROWS, width)],
+        grid=(rows // ROWS,),
+        flops=0,
+        name="gated_float8_backward",
+        interpret=interpret,
+    )
+    return QArray(values, scale.T.astype(up.dtype)), QArray(dvalues, dscale.T.astype(up.dtype)), dweights[0]
+
+
+def _rounded_backward(limit, count, given, found, held):
+    (up, scale, weights, dy, of_dy), (out, of_out, dup, of_dup, dweights), (exact, dexact) = given, found, held
+    half = dy.shape[1]
+
+    @pl.when(pl.program_id(0) * ROWS < count[0])
+    def _():
+        weight, times, dtimes = columns(weights[...]), columns(scale[...]), columns(of_dy[...])
+        total = jnp.zeros((ROWS, LANES), jnp.float32)
+        for at in range(0, half, LANES):
+            gate, linear, (of_gate, of_linear) = _halves(up, at, limit, times)
+            share = jax.nn.sigmoid(gate)
+            dout = dy[:, at : at + LANES].astype(jnp.float32) * dtimes
+            silu = gate * share * linear
+            total += dout * silu
+            exact[:, at : at + LANES] = silu * weight
+            dout *= weight * share
+            dexact[:, at : at + LANES] = of_gate(dout * linear * (1 + gate * (1 - share)))
+            dexact[:, half + at : half + at + LANES] = of_linear(dout * gate)
+        dweights[...] = jnp.sum(total.T, axis=0, keepdims=True)
+        _round(exact, out, of_out)
+        _round(dexact, dup, of_dup)
+
+
+def times(x: Array, by: Array, count: Array, *, interpret: Any = False) -> Array:
+    """Rows [R D] times powers of two [R 1], in the dtype of the rows; those from `count` on hold anything then."""
+    rows, width = x.shape
+    of_rows, per_row = _blocks()
+    (out,) = call(
+        _times,
+        count[None],
+        [(x, of_rows(width)), (_of_rows(by), per_row)],
+        [(like(x), of_rows(width))],
+        [],
+        grid=(rows // ROWS,),
+        flops=0,
+        name="times",
+        interpret=interpret,
+    )
+    return out
+
+
+def _times(count, given, found, _):
+    (x, by), (out,) = given, found
+
+    @pl.when(pl.program_id(0) * ROWS < count[0])
+    def _():
+        factor = columns(by[...])
+        for at in range(0, x.shape[1], LANES):
+            out[:, at : at + LANES] = (x[:, at : at + LANES].astype(jnp.float32) * factor).astype(out.dtype)
+
+
+def _round(exact: Any, out: Any, scale: Any) -> None:
+    """Rows to float8, and their scales."""
+    steps = range(0, out.shape[1], LANES)
+    largest = functools.reduce(jnp.maximum, [jnp.abs(exact[:, at : at + LANES]) for at in steps])
+    scale[...] = scale_of(jnp.max(largest.T, axis=0, keepdims=True), out.dtype)
+    inverse = columns(1 / scale[...])
+    for at in steps:
+        out[:, at : at + LANES] = (exact[:, at : at + LANES] * inverse).astype(out.dtype)
+
+
+def _of_rows(scale: Array) -> Array:
+    """[R 1] -> [1 R] float32."""
+    return scale.T.astype(jnp.float32)
+
+
+def _halves(
+    up: Any, at: int, limit: float | None, times: Array | float = 1.0
+) -> tuple[Array, Array, tuple[Callable, Callable]]:
+    """LANES columns of the gate and of the other half, float32, within the limit; what this does to their gradients.
+
+    Rows count `times`.
+    """
+    gate, linear = (up[:, at + i : at + i + LANES].astype(jnp.float32) * times for i in (0, up.shape[1] // 2))
     if limit is None:
         return gate, linear, (lambda dgate: dgate, lambda dlinear: dlinear)
     inside = gate <= limit, jnp.abs(linear) <= limit
