@@ -84,9 +84,10 @@ class Precision:
     params: Dtype = "float32"
     grads: Dtype = "float32"  # of gradients, to which those of each part of a batch are added
     compute: Dtype = "bfloat16"  # of activations and gathered weights; router, norms and losses stay in float32
-    # fp8: the layers' matmuls, gathered weights and dispatched tokens in float8: e4m3 forward, e5m2 gradients. Router,
-    # attention kernel, embedding and head are not. TPU7x multiplies in it; older TPUs and CPUs convert, to no gain.
-    matmul: Literal["compute", "fp8"] = "compute"
+    # fp8_experts: routed experts' matmuls, their gathered weights and dispatched tokens in float8: e4m3 forward, e5m2
+    # gradients. fp8: the layers' other matmuls, too, but not router, attention kernel, embedding and head. TPU7x
+    # multiplies in it; older TPUs and CPUs convert, to no gain.
+    matmul: Literal["compute", "fp8_experts", "fp8"] = "compute"
     reduce: Dtype = "float32"  # of sums of gradients over `fsdp` and `expert`: ICI
     reduce_dcn: Dtype = "float32"  # of sums of gradients over `data`, which across slices is DCN
 

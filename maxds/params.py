@@ -83,9 +83,14 @@ class Param:
         return self.dims.endswith("ibo")
 
     @property
-    def in_matmul(self) -> bool:
-        """Whether it is multiplied by in the layers, and not in float32."""
-        return bool(self.dims) and not self.float32
+    def of_experts(self) -> bool:
+        """Whether it is of routed experts, each of which a device along `expert` has."""
+        return "expert" in self.spec
+
+    def in_float8(self, matmul: str) -> bool:
+        """Whether it is gathered and multiplied in float8, by `precision.matmul`: a matrix, and not in float32."""
+        wanted = matmul == "fp8" or (matmul == "fp8_experts" and self.of_experts)
+        return wanted and bool(self.dims) and not self.float32
 
     @property
     def one_scale(self) -> tuple[int, ...]:
@@ -93,8 +98,7 @@ class Param:
 
         A scale of each feature of each expert would be a factor of the size of the grouped matmul's result.
         """
-        grouped = "expert" in self.spec
-        return tuple(i for i, letter in enumerate(self.dims) if (i > 0 if grouped else letter == "i"))
+        return tuple(i for i, letter in enumerate(self.dims) if (i > 0 if self.of_experts else letter == "i"))
 
 
 def derive(fn: Callable, declared: Tree, *trees: Tree) -> Tree:
@@ -222,7 +226,7 @@ class Exchange:
     compute: jnp.dtype  # of gathered weights
     reduced: jnp.dtype  # of sums of gradients over ICI
     reduced_dcn: jnp.dtype  # and over `data`
-    float8: bool = False  # whether the weights of matmuls travel in it
+    matmul: str = "compute"  # `precision.matmul`: which weights travel in float8
     rings: tuple[int, ...] = ()  # of `mesh.rings`: how to gather over `fsdp`; all at once where there are none
 
     def part(self, names: Sequence[str]) -> "Exchange":
@@ -234,18 +238,21 @@ class Exchange:
         return {name: tree[name] for name in self.declared}
 
     def quantize(self, shards: Tree) -> Tree:
-        """The shards that travel in float8; None for the others.
+        """The shards that travel in float8, with the scales of whole weights; None for the others.
 
-        To be done for all layers at once (`jax.vmap`): shards of one column agree on its scale, and that a layer would
-        have to wait for.
+        To be done for all layers at once (`jax.vmap`): shards of one column agree on its scale, or each has those of
+        its own columns. A layer would have to wait for either.
         """
 
         def one(p: Param, x: jax.Array) -> Quantized | None:
-            if not (self.float8 and p.in_matmul):
+            if not p.in_float8(self.matmul):
                 return None
-            shared = p.spec.index("fsdp") in p.one_scale
+            along = p.spec.index("fsdp")
+            shared = along in p.one_scale
             array = quantize(lax.stop_gradient(x), FORWARD, p.one_scale, "fsdp" if shared else None)
-            return Quantized(array.astype(self.compute))
+            array = array.astype(self.compute)
+            scale = array.scale if shared else all_gather(array.scale, along, self.rings)
+            return Quantized(QArray(array.qvalue, scale))
 
         return derive(one, self.declared, shards)
 
@@ -259,7 +266,7 @@ class Exchange:
 
         Args:
           shards: of one layer.
-          quantized: as `quantize` returned it. Scales travel with the values, unless all devices have them.
+          quantized: as `quantize` returned it.
         """
 
         def whole(p: Param, x: jax.Array, travels: bool = True) -> jax.Array:
@@ -270,8 +277,7 @@ class Exchange:
         def one(p: Param, x: jax.Array, q: Quantized | None) -> jax.Array | Quantized:
             if q is None:
                 return whole(p, x.astype(jnp.float32 if p.float32 else self.compute), "fsdp" in p.spec)
-            scale = whole(p, q.array.scale, p.spec.index("fsdp") not in p.one_scale)
-            return Quantized(QArray(whole(p, q.array.qvalue), scale))
+            return Quantized(QArray(whole(p, q.array.qvalue), whole(p, q.array.scale, travels=False)))
 
         return lax.optimization_barrier(derive(one, self.declared, shards, quantized))
 

@@ -312,7 +312,7 @@ def test_a_head_whose_sink_is_far_above_its_scores_adds_nothing():
 @pytest.mark.parametrize("float8", [False, True])
 def test_what_is_computed_has_the_dtype_of_the_tokens_but_for_log_sum_exp_and_loss(ratio, dtype, float8):
     def cast(p, a):
-        if float8 and p.in_matmul:
+        if float8 and p.in_float8("fp8"):
             return Quantized(quantize(jnp.asarray(a, dtype), FORWARD, p.one_scale), jnp.zeros(p.shape, dtype))
         return jnp.asarray(a, jnp.float32 if p.float32 else dtype)
 

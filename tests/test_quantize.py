@@ -299,18 +299,18 @@ LAYER = params.unstacked(tiny.layout.declare(tiny.V3).moe_layers)  # `attention.
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 4, 2), (2, 2, 2)])
 def test_gathered_weights_keep_the_scales_of_their_values_and_are_the_same_on_every_mesh(sizes):
-    exchange = params.Exchange(LAYER, *map(jnp.dtype, ("bfloat16", "float32", "float32")), float8=True)
+    exchange = params.Exchange(LAYER, *map(jnp.dtype, ("bfloat16", "float32", "float32")), matmul="fp8")
 
     def gathered(shards):
         w = exchange.gather(shards, exchange.quantize(shards))
         return params.derive(lambda _, w: dequantized(w), LAYER, w)
 
     def one(p):  # columns, or experts, of very different sizes
-        own = [i for i in range(len(p.shape)) if i not in p.one_scale] if p.in_matmul else []
+        own = [i for i in range(len(p.shape)) if i not in p.one_scale] if p.in_float8("fp8") else []
         return uneven(p.shape, np.float32, 3, *own)
 
     def check(p, w, found):
-        if not p.in_matmul:
+        if not p.in_float8("fp8"):
             np.testing.assert_array_equal(found, w)
             return
         expected = np.asarray(qwix.dequantize(quantize(jnp.asarray(w), FORWARD, p.one_scale)))

@@ -87,14 +87,14 @@ class Network:
 
     @property
     def float8(self) -> bool:
-        """Whether matmuls are in float8."""
-        return self.config.precision.matmul == "fp8"
+        """Whether routed experts are in float8, and what travels for them."""
+        return self.config.precision.matmul != "compute"
 
     def exchange(self, declared: Tree) -> Exchange:
         """How weights of this declaration travel. Stacked weights travel a layer at a time."""
         precision = self.config.precision
         compute, ici, dcn = map(jnp.dtype, (precision.compute, precision.reduce, precision.reduce_dcn))
-        return Exchange(declared, compute, ici, dcn, self.float8, self.rings)
+        return Exchange(declared, compute, ici, dcn, precision.matmul, self.rings)
 
     def members(self, stack: Stack, declared: Tree) -> list[schedule.Member]:
         """The layers of a turn, of a stack declared like this."""

@@ -36,6 +36,7 @@ ROWS = {
     "tpu7x": ("tpu7x:4x8x8", 1, ""),
     "tpu7x-plain": ("tpu7x:4x8x8", 1, "schedule.kind=plain"),
     "tpu7x-fp8": ("tpu7x:4x8x8", 1, "precision.matmul=fp8"),
+    "tpu7x-fp8-experts": ("tpu7x:4x8x8", 1, "precision.matmul=fp8_experts"),
     "tpu7x-half": ("tpu7x:4x4x8", 1, "optimizer.accumulate_steps=10"),
     "tpu7x-256": ("tpu7x:4x4x8", 1, growing(256)),
     "v5p": ("v5p:8x8x8", 1, ""),
