@@ -29,7 +29,7 @@ from qwix import QArray
 
 from maxds import host
 from maxds.mesh import AXES, MeshError
-from maxds.quantize import FORWARD, Quantized, Tree, quantize, slots, with_slots
+from maxds.quantize import FORWARD, Quantized, Scaled, Tree, quantize, slots, with_slots
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,16 +277,17 @@ class Exchange:
         def one(p: Param, x: jax.Array, q: Quantized | None) -> jax.Array | Quantized:
             if q is None:
                 return whole(p, x.astype(jnp.float32 if p.float32 else self.compute), "fsdp" in p.spec)
-            return Quantized(QArray(whole(p, q.array.qvalue), whole(p, q.array.scale, travels=False)))
+            array = QArray(whole(p, q.array.qvalue), whole(p, q.array.scale, travels=False))
+            return Quantized(array, gradient="scaled" if p.of_experts else "whole")
 
         return lax.optimization_barrier(derive(one, self.declared, shards, quantized))
 
     def total(self, dws: Sequence[Tree]) -> Tree:
         """The sum of gradients of gathered weights, in the dtype in which they travel."""
 
-        def one(p: Param, *found: jax.Array) -> jax.Array:
-            dtype = self.reduced if "fsdp" in p.spec else jnp.float32
-            return functools.reduce(jnp.add, [g.astype(dtype) for g in found])
+        def one(p: Param, *found: jax.Array | Scaled) -> jax.Array:
+            same = [g.astype(self.reduced if "fsdp" in p.spec else jnp.float32) for g in found]
+            return functools.reduce(jnp.add, [g.whole() if isinstance(g, Scaled) else g for g in same])
 
         return derive(one, self.declared, *dws)
 

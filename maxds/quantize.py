@@ -24,20 +24,27 @@ BACKWARD = jnp.float8_e5m2  # gradients: 2
 
 @flax.struct.dataclass
 class Scaled:
-    """Rows in the compute dtype that their scales are still to be multiplied into."""
+    """Rows in the compute dtype that their scales are still to be multiplied into.
 
-    values: jax.Array  # [R D]
-    scale: jax.Array  # [R 1]
+    As a gradient it is of what is read once: JAX would add two of them value by value, and scale by scale.
+    """
+
+    values: jax.Array  # [… R D]
+    scale: jax.Array  # [… R 1]
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """[R D]."""
+        """[… R D]."""
         return self.values.shape
 
     @property
     def dtype(self) -> jnp.dtype:
         """That of the rows."""
         return self.values.dtype
+
+    def plus(self, other: "Scaled") -> "Scaled":
+        """The sum, with the scales of the first."""
+        return Scaled(self.values + other.values * (other.scale / self.scale), self.scale)
 
     def astype(self, dtype: jax.typing.DTypeLike) -> "Scaled":
         """The same in another dtype."""

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from maxds.model import hopper, kernels
-from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
+from maxds.model import hopper, kernels, rounded
+from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize, vjp
 
 BF16 = jnp.bfloat16
 
@@ -53,15 +53,25 @@ def test_attention_that_the_kernel_does_not_take_is_by_xla(gpu, shapes):
     assert "mosaic_gpu" not in lowered(attend, *shapes)
 
 
-@pytest.mark.parametrize("float8", [False, True])
-def test_a_grouped_matmul_is_three_kernels(gpu, float8):
+def test_a_grouped_matmul_is_three_kernels(gpu):
     def multiply(x, w, dy, sizes):
-        w = Quantized(quantize(w, FORWARD, over=(1, 2)), jnp.zeros_like(w)) if float8 else w
         y, pull = jax.vjp(lambda x, w: kernels.grouped_matmul(x, w, sizes), x, w)
         return y, pull(dy)
 
     text = lowered(multiply, of(512, 256), of(4, 256, 128), of(512, 128), of(4, dtype=jnp.int32))
     assert text.count("@mosaic_gpu_v2") == 3 and "chlo.ragged_dot" not in text
+
+
+def test_experts_in_float8_are_six_kernels(gpu):
+    def multiply(x, up, down, weights, dy, sizes):
+        x = Quantized(quantize(x, FORWARD, over=(1,)), gradient="scaled")
+        w = tuple(Quantized(quantize(a, FORWARD, over=(1, 2)), gradient="scaled") for a in (up, down))
+        y, pull = vjp(lambda x, w: rounded.multiplied(None, x, w, weights, sizes)[0], x, w)
+        return y, pull(quantize(dy, BACKWARD, over=(1,)))
+
+    rows, weights, sizes = of(512, 256), of(512, dtype=jnp.float32), of(4, dtype=jnp.int32)
+    text = lowered(multiply, rows, of(4, 256, 256), of(4, 128, 256), weights, rows, sizes)
+    assert text.count("@mosaic_gpu_v2") == 6 and "chlo.ragged_dot" not in text
 
 
 def test_bfloat16_holds_every_float8_as_it_is():

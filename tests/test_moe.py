@@ -38,7 +38,7 @@ def one_round(float8):
         down=jax.random.normal(keys[1], (3, 4, WIDTH)),
     )
     if float8:
-        w = jax.tree.map(lambda a: Quantized(quantize(a, FORWARD, over=(1, 2))), w)
+        w = jax.tree.map(lambda a: Quantized(quantize(a, FORWARD, over=(1, 2)), gradient="scaled"), w)
     tokens, weights = jax.random.normal(keys[2], (TOKENS, WIDTH)), jax.random.uniform(keys[3], (TOKENS, CHOICES))
     if float8:
         tokens = Quantized(quantize(tokens, FORWARD, over=(1,)))

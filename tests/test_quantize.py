@@ -183,7 +183,7 @@ def grouped_products(form, compute):
         x, dy, w = quantize(x, FORWARD, (1,)), quantize(dy, BACKWARD, (1,)), weight(w, (1, 2), compute).array
         sizes = jnp.asarray(SIZES)
         y, dx = rounded._product(x, w, sizes), rounded._product(dy, w, sizes, transposed=True)
-        return y.whole(), dx.whole(), rounded._weight_gradient(x, dy, sizes)
+        return y.whole(), dx.whole(), rounded._weight_gradient(x, dy, sizes).whole()
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "ROW_BLOCK", 4)
@@ -229,7 +229,7 @@ def experts(limit=None):
     shapes = (ROWS, 16), (len(SIZES), 16, 24), (len(SIZES), 12, 16), (ROWS,), (ROWS, 16)
     x, up, down, weights, dy = (jnp.asarray(uneven(shape, seed=i)) for i, shape in enumerate(shapes))
     x = Quantized(quantize(x, FORWARD, (1,)), gradient="scaled")
-    w = tuple(Quantized(quantize(a, FORWARD, (1, 2))) for a in (up, down))
+    w = tuple(Quantized(quantize(a, FORWARD, (1, 2)), gradient="scaled") for a in (up, down))
     dy = quantize(jnp.where(jnp.arange(ROWS)[:, None] < SIZES.sum(), dy, 0), BACKWARD, (1,))
 
     def run(x, w, weights, kept=None):
@@ -255,7 +255,7 @@ def test_experts_in_float8_are_as_far_from_exact_ones_as_their_formats(limit):
     of_exact = jax.tree.map(lambda a: dequantized(a), args, is_leaf=lambda a: isinstance(a, Quantized))
     expected, pull = jax.vjp(exact, *of_exact)
     expected = expected, pull(qwix.dequantize(dy))
-    found = y.array.whole(), (dx.whole(), dw, dweights)
+    found = y.array.whole(), (dx.whole(), [d.whole() for d in dw], dweights)
     *pairs, of_weights = zip(*map(jax.tree.leaves, (found, expected)), strict=True)
     for (a, b), digits in zip(pairs, (4, 3, 3, 3), strict=True):
         a, b = (np.float64(n[: SIZES.sum()]) for n in (a, b))  # rows; of experts there are fewer

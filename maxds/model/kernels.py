@@ -334,6 +334,7 @@ def _sums_in_tiles(q: jax.Array, count: int) -> bool:
 # --------------------------------------------------------------------------------- grouped matmul
 
 
+@jax.custom_vjp
 def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, kept: jax.Array | None = None) -> jax.Array:
     """Multiplies rows, sorted by group, by the matrix of their group.
 
@@ -346,11 +347,6 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, kept: jax.Array
     Returns:
       [R O].
     """
-    return _grouped_matmul(x, w, sizes, kept)
-
-
-@jax.custom_vjp
-def _grouped_matmul(x, w, sizes, kept):
     return multiply_groups(x, w, sizes, x.dtype) if kept is None else kept
 
 
@@ -361,7 +357,7 @@ def _grouped_matmul_backward(residuals, dy):
     return dx, dw, None, jax.tree.map(jnp.zeros_like, kept)
 
 
-_grouped_matmul.defvjp(lambda *args: (_grouped_matmul(*args), args), _grouped_matmul_backward)
+grouped_matmul.defvjp(lambda *args: (grouped_matmul(*args), args), _grouped_matmul_backward)
 
 
 @functools.partial(jax.jit, inline=False, static_argnums=(3, 4))

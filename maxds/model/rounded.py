@@ -14,7 +14,10 @@ from qwix import QArray
 from maxds.model import kernels
 from maxds.quantize import Quantized, Scaled, Tree, gradients
 
+LEAST = 2.0**-100  # of the scales of a weight's gradient: no other is too many times as large
 
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def multiplied(
     limit: float | None, x: Quantized, w: tuple[Quantized, Quantized], weights: jax.Array, sizes: jax.Array, kept=None
 ) -> tuple[Quantized, jax.Array]:
@@ -23,7 +26,7 @@ def multiplied(
     Args:
       limit: as of `ops.swiglu`.
       x: [R D], of FORWARD, with a scale for each row; its gradient is scaled.
-      w: up [G D 2F] and down [G F D], with a scale for each expert.
+      w: up [G D 2F] and down [G F D], with a scale for each expert; their gradients are scaled.
       weights: [R] float32: what each row counts for.
       sizes: [G] int32: how many rows each expert has. Rows past their sum may hold anything, and do so afterwards.
       kept: the second result of an earlier call; it is then returned as it is.
@@ -31,11 +34,6 @@ def multiplied(
     Returns:
       [R D], scaled, whose gradient is of BACKWARD, with a scale for each row; the up product [R 2F] without its scales.
     """
-    return _multiplied(limit, x, w, weights, sizes, kept)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _multiplied(limit, x, w, weights, sizes, kept):
     return _forward(limit, x, w, weights, sizes, kept)[0]
 
 
@@ -56,7 +54,7 @@ def _backward(limit, residuals, cotangents):
     return gradients(x, dx), gradients(w, dw), dweights, None, jax.tree.map(jnp.zeros_like, kept)
 
 
-_multiplied.defvjp(_forward, _backward)
+multiplied.defvjp(_forward, _backward)
 
 
 def _product(x: QArray, w: QArray, sizes: jax.Array, transposed: bool = False, kept: Tree = None) -> Scaled:
@@ -66,16 +64,17 @@ def _product(x: QArray, w: QArray, sizes: jax.Array, transposed: bool = False, k
     return Scaled(values, x.scale * jnp.take(w.scale[:, 0], group, axis=0, mode="clip"))
 
 
-def _weight_gradient(x: QArray, dy: QArray, sizes: jax.Array) -> jax.Array:
+def _weight_gradient(x: QArray, dy: QArray, sizes: jax.Array) -> Scaled:
     """The sum of the outer products of each group's rows.
 
-    What is summed over cannot have scales of its own. So the gradient's values get one scale in common, as do those of
-    float8 what they are divided by, a power of two, takes no digit from; but what is below 2^-28 of the largest becomes
-    zero, at last.
+    What is summed over cannot have scales of its own: those of x are multiplied into the gradient's, and the values of
+    that are brought to one scale in common. They are divided by powers of two, which takes no digit from them, until
+    they are below 2^-28 of the largest, and end as zero.
     """
     scale = x.scale * dy.scale
     inside = jnp.arange(len(scale))[:, None] < jnp.sum(sizes)  # rows of no group hold anything
-    largest = jnp.max(jnp.where(inside, scale, 0))
-    largest = jnp.where(largest > 0, largest, 1)
-    values = kernels.times(dy.qvalue, jnp.where(inside, scale, 0) / largest, jnp.sum(sizes))
-    return kernels.multiply_groups_transposed(x.qvalue, values, sizes, x.dtype) * largest
+    scale = jnp.where(inside, scale, 0)
+    largest = jnp.maximum(jnp.max(scale), LEAST)
+    values = kernels.times(dy.qvalue, scale / largest, jnp.sum(sizes))
+    dw = kernels.multiply_groups_transposed(x.qvalue, values, sizes, x.dtype)
+    return Scaled(dw, jnp.broadcast_to(largest, (*dw.shape[:-1], 1)))
