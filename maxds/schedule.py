@@ -167,7 +167,7 @@ def _one_by_one(member: Member, keep: Sequence[str], offload: Sequence[str]) -> 
     return jax.checkpoint(one_layer, policy=policy, prevent_cse=False)
 
 
-PASSED_ON = (
+PASSED_ON = (  # as views and casts are
     "bitcast_convert_type",
     "convert_element_type",
     "layout_constraint",
