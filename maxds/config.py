@@ -91,6 +91,11 @@ class Precision:
     reduce: Dtype = "float32"  # of sums of gradients over `fsdp` and `expert`: ICI
     reduce_dcn: Dtype = "float32"  # of sums of gradients over `data`, which across slices is DCN
 
+    @property
+    def float8(self) -> bool:
+        """Whether routed experts are in float8, and what travels for them."""
+        return self.matmul != "compute"
+
 
 LOSS_WEIGHTS = "z_loss", "mtp", "balance", "indexer", "router_bias_rate"
 

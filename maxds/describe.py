@@ -152,10 +152,11 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     # Those of a part, beside those of the parts before. `batch_split` adds each layer's as they arrive.
     beside = 0 if config.optimizer.accumulate_steps == 1 else _size(grads.outside() if split else grads)
     layers = 2 if split else 1
+    matmul = precision.matmul
 
     def gathered(weights: Tree) -> int:
         def one(p: Param) -> jax.ShapeDtypeStruct:
-            narrow = "float8_e4m3fn" if p.in_float8(precision.matmul) else precision.compute
+            narrow = "float8_e4m3fn" if p.in_float8(matmul) else precision.compute
             return _part(p, axes | {"fsdp": 1}, "float32" if p.float32 else narrow)
 
         return _size(params_lib.derive(one, weights))
@@ -169,12 +170,10 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
         "embedding and head, gathered": gathered(around),
         f"MoE layers gathered at a time: {layers}": layers * max(map(gathered, turn)),
     }
-    if precision.matmul != "compute":
-
-        def rounded_part(p: Param) -> jax.ShapeDtypeStruct | None:
-            return _part(p, axes, "float8_e4m3fn") if p.in_float8(precision.matmul) else None
-
-        rounded = params_lib.derive(rounded_part, declared)
+    if precision.float8:
+        rounded = params_lib.derive(
+            lambda p: _part(p, axes, "float8_e4m3fn") if p.in_float8(matmul) else None, declared
+        )
         found["parameters of matmuls, float8, without scales"] = _size(rounded)
     return found
 

@@ -196,8 +196,8 @@ def hold(config: Config) -> str:
     if device.platform == "cpu":
         raise Remark("not tried: the devices are the CPU that they would be held against")
     try:
-        float8, host = config.precision.matmul != "compute", jax.local_devices(backend="cpu")[0]
-        found = trial.differences(config.model, float8, device, host)
+        host = jax.local_devices(backend="cpu")[0]
+        found = trial.differences(config.model, config.precision.float8, device, host)
     except (RuntimeError, sparsecores.KernelError) as error:  # of JAX's backends and compilers
         reason = str(error).strip().splitlines()[0]
         raise DoctorError(

@@ -313,7 +313,7 @@ class Exchange:
         """
 
         def copied(p: Param, g: jax.Array) -> jax.Array | None:
-            return g if "fsdp" in p.spec and "expert" not in p.spec else None
+            return g if "fsdp" in p.spec and not p.of_experts else None
 
         joined, split = ravel_pytree(derive(copied, self.declared, shards))
         summed = split(lax.psum(joined, "expert"))

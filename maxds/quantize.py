@@ -42,7 +42,7 @@ class Scaled:
         """That of the rows."""
         return self.values.dtype
 
-    def plus(self, other: "Scaled") -> "Scaled":
+    def __add__(self, other: "Scaled") -> "Scaled":
         """The sum, with the scales of the first."""
         return Scaled(self.values + other.values * (other.scale / self.scale), self.scale)
 

@@ -336,6 +336,21 @@ def test_in_float8_a_weight_of_a_matmul_travels_in_a_byte_and_no_scale_with_it()
         assert found == {"float8_e4m3fn": len(SPLIT) - 1, "float32": 1}  # the router; scales were there before
 
 
+def test_experts_alone_in_float8_travel_and_are_multiplied_so_and_no_other_weight():
+    config = configured(MODEL, "batch_split", (2, 2, 2), precision={"compute": "bfloat16", "matmul": "fp8_experts"})
+    for scan, all_of_it in zip(scans(config), scans(FLOAT8), strict=True):
+        jaxpr = scan.params["jaxpr"].jaxpr
+        found = travelling(jaxpr, "all_gather", "fsdp")
+        assert found == {"float8_e4m3fn": 2, "bfloat16": len(SPLIT) - 3, "float32": 1}  # up and down; the router
+        assert travelling(jaxpr, "all_gather", "expert") == travelling(
+            all_of_it.params["jaxpr"].jaxpr, "all_gather", "expert"
+        )
+        for name, eqn, _ in jaxprs.equations(jaxpr):
+            if name in ("dot_general", *jaxprs.KERNELS):
+                narrow = [v.aval.dtype.itemsize == 1 for v in eqn.invars[:2]]
+                assert narrow == [name != "dot_general"] * 2, eqn
+
+
 def test_in_float8_tokens_travel_beside_their_scales_and_sums_in_the_compute_dtype():
     forward, backward = (scan.params["jaxpr"].jaxpr for scan in scans(FLOAT8))
     # Of each microbatch: tokens, their scales, the weights that the experts' outputs are combined with; choices.

@@ -153,7 +153,16 @@ def test_float8_gathers_a_byte_of_each_weight_of_a_matmul_and_holds_as_much_of_t
     assert row(text, "parameters of matmuls, float8")[1] == f"{shards:,}"
 
 
-@pytest.mark.parametrize("matmul", ["compute", "fp8"])
+def test_float8_of_experts_alone_holds_theirs_alone():
+    text = describe.describe(load("deepseek3-671b", "precision.matmul=fp8_experts", "schedule.kind=plain"), 256)
+    norms, router, experts = 2 * 7168 + 1536 + 512, 7168 * 256, 256 * 3 * 7168 * 2048
+    matrices = 11_507_286_272 - 256 - norms - router - experts
+    layer = 4 * (norms + router) + 2 * matrices + experts // 8
+    assert row(text, "MoE layers gathered at a time: 1")[1] == f"{layer:,}"
+    assert row(text, "parameters of matmuls, float8")[1] == f"{59 * experts // 256:,}"
+
+
+@pytest.mark.parametrize("matmul", ["compute", "fp8_experts", "fp8"])
 def test_the_sum_of_the_bytes_is_their_sum(matmul):
     text = describe.describe(load("deepseek3-671b", f"precision.matmul={matmul}"), 256)
     lines = text.splitlines()[:-1]

@@ -217,7 +217,7 @@ class _Budget:
         link = Network(made, self.chip, made.size // slices).link(("fsdp",))
         size = 2 * jnp.dtype(precision.compute).itemsize + jnp.dtype(precision.reduce).itemsize
         split = [p for p in params.flatten(self.stepper.network.declared).values() if "fsdp" in p.spec]
-        numbers = sum(p.size // (made.shape["expert"] if "expert" in p.spec else 1) for p in split)
+        numbers = sum(p.size // (made.shape["expert"] if p.of_experts else 1) for p in split)
         return numbers * size * (ways - 1) / ways / link.bandwidth
 
 

@@ -88,7 +88,7 @@ class Network:
     @property
     def float8(self) -> bool:
         """Whether routed experts are in float8, and what travels for them."""
-        return self.config.precision.matmul != "compute"
+        return self.config.precision.float8
 
     def exchange(self, declared: Tree) -> Exchange:
         """How weights of this declaration travel. Stacked weights travel a layer at a time."""

@@ -13,6 +13,7 @@ move their own.
 import dataclasses
 import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -451,18 +452,12 @@ def _all_rounds_backward(limit, residuals, cotangents):
         def run(*operands):
             return _further_round(limit, rows.shape[0], i, operands, routing)
 
-        return _sum(grads, lax.optimization_barrier(vjp(run, w, y, weights)[1](dmore)))
+        more = lax.optimization_barrier(vjp(run, w, y, weights)[1](dmore))
+        return jax.tree.map(operator.add, grads, more, is_leaf=lambda g: isinstance(g, Scaled))
 
     drows, *grads = vjp(first, rows, w, y, weights)[1](slots(dout))
     dw, *others = _in_further_rounds(rows.shape[0], routing, further, tuple(grads))
     return gradients(rows, drows), (gradients(w, dw), *others), None, jax.tree.map(jnp.zeros_like, kept)
-
-
-def _sum(grads: Tree, more: Tree) -> Tree:
-    def one(a, b):
-        return a.plus(b) if isinstance(a, Scaled) else a + b
-
-    return jax.tree.map(one, grads, more, is_leaf=lambda a: isinstance(a, Scaled))
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)

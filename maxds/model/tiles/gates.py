@@ -102,11 +102,15 @@ def _gated_backward(limit, count, given, found, _):
             share = jax.nn.sigmoid(gate)
             dout = dy[:, at : at + LANES].astype(jnp.float32)
             total += dout * gate * share * linear
-            dout *= weight * share
-            dgate, dlinear = dout * linear * (1 + gate * (1 - share)), dout * gate
+            dgate, dlinear = _pulled(gate, linear, share, dout * (weight * share))
             dup[:, at : at + LANES] = of_gate(dgate).astype(dup.dtype)
             dup[:, half + at : half + at + LANES] = of_linear(dlinear).astype(dup.dtype)
         dweights[...] = jnp.sum(total.T, axis=0, keepdims=True)
+
+
+def _pulled(gate: Array, linear: Array, share: Array, dout: Array) -> tuple[Array, Array]:
+    """Gradients of both halves, given that of their product times the gate's share, its sigmoid."""
+    return dout * linear * (1 + gate * (1 - share)), dout * gate
 
 
 def rounded(up: Scaled, weights: Array, count: Array, limit: float | None, *, interpret: Any = False) -> QArray:
@@ -132,9 +136,9 @@ def _rounded(limit, count, given, found, held):
 
     @pl.when(pl.program_id(0) * ROWS < count[0])
     def _():
-        weight, times = columns(weights[...]), columns(scale[...])
+        weight, by = columns(weights[...]), columns(scale[...])
         for at in range(0, out.shape[1], LANES):
-            gate, linear, _ = _halves(up, at, limit, times)
+            gate, linear, _ = _halves(up, at, limit, by)
             exact[:, at : at + LANES] = gate * jax.nn.sigmoid(gate) * linear * weight
         _round(exact, out, of_out)
 
@@ -172,18 +176,18 @@ def _rounded_backward(limit, count, given, found, held):
 
     @pl.when(pl.program_id(0) * ROWS < count[0])
     def _():
-        weight, times, dtimes = columns(weights[...]), columns(scale[...]), columns(of_dy[...])
+        weight, by, dby = columns(weights[...]), columns(scale[...]), columns(of_dy[...])
         total = jnp.zeros((ROWS, LANES), jnp.float32)
         for at in range(0, half, LANES):
-            gate, linear, (of_gate, of_linear) = _halves(up, at, limit, times)
+            gate, linear, (of_gate, of_linear) = _halves(up, at, limit, by)
             share = jax.nn.sigmoid(gate)
-            dout = dy[:, at : at + LANES].astype(jnp.float32) * dtimes
+            dout = dy[:, at : at + LANES].astype(jnp.float32) * dby
             silu = gate * share * linear
             total += dout * silu
             exact[:, at : at + LANES] = silu * weight
-            dout *= weight * share
-            dexact[:, at : at + LANES] = of_gate(dout * linear * (1 + gate * (1 - share)))
-            dexact[:, half + at : half + at + LANES] = of_linear(dout * gate)
+            dgate, dlinear = _pulled(gate, linear, share, dout * (weight * share))
+            dexact[:, at : at + LANES] = of_gate(dgate)
+            dexact[:, half + at : half + at + LANES] = of_linear(dlinear)
         dweights[...] = jnp.sum(total.T, axis=0, keepdims=True)
         _round(exact, out, of_out)
         _round(dexact, dup, of_dup)
@@ -233,13 +237,13 @@ def _of_rows(scale: Array) -> Array:
 
 
 def _halves(
-    up: Any, at: int, limit: float | None, times: Array | float = 1.0
+    up: Any, at: int, limit: float | None, by: Array | float = 1.0
 ) -> tuple[Array, Array, tuple[Callable, Callable]]:
     """LANES columns of the gate and of the other half, float32, within the limit; what this does to their gradients.
 
-    Rows count `times`.
+    Rows count `by`.
     """
-    gate, linear = (up[:, at + i : at + i + LANES].astype(jnp.float32) * times for i in (0, up.shape[1] // 2))
+    gate, linear = (up[:, at + i : at + i + LANES].astype(jnp.float32) * by for i in (0, up.shape[1] // 2))
     if limit is None:
         return gate, linear, (lambda dgate: dgate, lambda dlinear: dlinear)
     inside = gate <= limit, jnp.abs(linear) <= limit
