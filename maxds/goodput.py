@@ -149,8 +149,8 @@ class Stopwatch:
         self._end.set_result(time.perf_counter())
         self._idle: dict[str, float] = {}  # since then
         self.late = np.zeros(2)  # seconds in all, before steps, of data and of what nobody named: this process's own
-        self._begun: tuple[dict[str, float], float] = {}, 0.0  # the idle time before a step, and its dispatch
-        self._steps: deque[tuple[dict[str, float], float, Future[float], Future[float]]] = deque()
+        self._before: dict[str, float] = {}  # the idle time before a step
+        self._steps: deque[tuple[dict[str, float], Future[float], Future[float]]] = deque()
 
     @contextlib.contextmanager
     def idle(self, kind: str) -> Iterator[None]:
@@ -176,21 +176,20 @@ class Stopwatch:
 
     def begin_step(self) -> None:
         """Call it right before a step is dispatched."""
-        now = time.perf_counter()
-        self._begun = self.take_idle(now), now
+        self._before = self.take_idle(time.perf_counter())
 
     def run_step(self, computed: Any) -> None:
         """Call it right after, with what the step computes."""
         before, self._end = self._end, self._waiter.submit(_end_of, computed)
-        self._steps.append((*self._begun, before, self._end))
+        self._steps.append((self._before, before, self._end))
 
     def finished(self) -> tuple[dict[str, float], float]:
         """Seconds by kind of the earliest step that was not asked for yet, and when it ended; waits for it.
 
-        They begin where those of the step before ended.
+        They begin where those of the step before ended, also where nobody heard of that end before the next dispatch.
         """
-        idle, begin, before, end = self._steps.popleft()
-        return idle | {"step": end.result() - max(begin, before.result())}, end.result()
+        idle, before, end = self._steps.popleft()
+        return idle | {"step": end.result() - before.result() - sum(idle.values())}, end.result()
 
     def discard(self) -> tuple[dict[str, float], float]:
         """As `finished`, of a step that is not to count, if one is under way: its seconds are lost."""

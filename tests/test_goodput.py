@@ -155,14 +155,15 @@ def test_of_waits_within_each_other_each_second_counts_once_and_what_is_named_is
 
 
 def test_the_times_of_steps_follow_each_other_without_a_gap():
-    watch, begin = goodput.Stopwatch(), time.perf_counter()
-    for kind in ("init", "data", "checkpoint"):
+    watch = goodput.Stopwatch()
+    for kind in ("init", "data", "checkpoint", "evaluation"):
         with watch.idle(kind):
             time.sleep(0.02)
         run(watch).end()
-    found = [watch.finished() for _ in range(3)]
-    for (_, before), (spent, end) in itertools.pairwise([({}, begin), *found]):
-        assert sum(spent.values()) == pytest.approx(end - before, abs=1e-4)
+    found = [watch.finished() for _ in range(4)]
+    for (_, before), (spent, end) in itertools.pairwise(found):
+        assert min(spent.values()) >= 0
+        assert sum(spent.values()) == pytest.approx(end - before, abs=1e-9)
 
 
 def test_a_process_knows_its_age_to_half_a_second():
