@@ -533,6 +533,30 @@ def test_a_grouped_matmul_visits_the_tiles_that_tokens_fill_and_one_twice_where_
     assert ns(found.seconds) == found.flops > 7
 
 
+@pytest.mark.parametrize(("tiling", "sides"), [("8,16,32", 16 * 32), ("8,12,20", 24 * 40), ("8,16,24", 16 * 48)])
+@pytest.mark.parametrize("result", ["bf16[64,32]{1,0} custom-call(%x, %g)", "bf16[4,16,32]{2,1,0} custom-call(%x, %y)"])
+def test_a_grouped_matmul_of_the_compilers_multiplies_what_stands_out_of_its_matrices_too(result, tiling, sides):
+    found = only(f'{result}, frontend_attributes={{ragged_dot_tiling="{tiling}"}}')
+    assert found.flops == 2 * 64 * sides
+
+
+@pytest.mark.parametrize(
+    ("kernel", "filled", "expected"),
+    [("rows_by_matrices", 1.0, 2048 / 0.97), ("outer_products", 0.25, (512 + 3 * 256) / 0.91)],
+)
+def test_our_grouped_matmuls_visit_the_tiles_that_tokens_fill_at_the_share_of_their_schedule(kernel, filled, expected):
+    told = 'backend_config={"cost_estimate":{"flops":"1","transcendentals":"0","bytes_accessed":"7"}}'
+    name = f'metadata={{op_name="jit(f)/experts/multiply_groups/{kernel}/pallas_call"}}'
+    module = program(f"""
+  %s = s32[40]{{0}} parameter(0)
+  %x = bf16[2048,16]{{1,0}} parameter(1)
+  %g = bf16[4,16,32]{{2,1,0}} parameter(2)
+  ROOT %r = bf16[2048,32]{{1,0}} custom-call(%s, %x, %g), custom_call_target="tpu_custom_call", {name}, {told}""")
+    costs = cost.Costs(module, dataclasses.replace(CHIP, family="tpu7x", hbm=1e12), 1e9, filled)
+    found = costs.of(module.entry, module.entry.root)
+    assert (found.basis, ns(found.seconds)) == ("grouped matmul", ns(2 * 16 * 32 * expected * 1e-9))
+
+
 @pytest.mark.parametrize(("flops", "moved", "expected"), [(400, 7, 1000), (40, 700, 700)])
 def test_a_kernel_is_estimated_by_what_it_says_of_itself_and_does_not_reach_the_peak(flops, moved, expected):
     told = f'"cost_estimate":{{"flops":"{flops}","transcendentals":"9","bytes_accessed":"{moved}"}}'
@@ -547,7 +571,7 @@ def test_a_kernel_is_estimated_by_what_it_says_of_itself_and_does_not_reach_the_
     [
         ("tpu7x", "attend", 530 / 0.52),
         ("tpu7x", "attend_backward", 530 / 0.52),
-        ("v5p", "attend_selected_backward", 530 / 0.40),
+        ("v5p", "attend_selected_backward", 530 / 0.80),
         ("v6e", "vmap(attend_window)", 530 / 0.66),
         ("v6e", "sum_heads", 530 / 0.4),
     ],

@@ -14,7 +14,7 @@ from jax.experimental.pallas import tpu as pltpu
 from maxds.model import indexer, kernels, ops, sparse, window
 from maxds.model.indexer import Attended, Index
 from maxds.model.kernels import Keys
-from maxds.model.tiles import LANES, causal, gates, sums
+from maxds.model.tiles import LANES, causal, gates, groups, sums
 from maxds.model.tiles import window as window_tiles
 from maxds.quantize import BACKWARD, FORWARD, Scaled, quantize
 
@@ -338,6 +338,95 @@ def test_rows_of_float8_times_powers_of_two_are_rounded_as_xla_rounds_them(count
     x, by = (x * 1000).astype(BACKWARD), jnp.exp2(-jnp.round(20 * jnp.abs(scales)))
     found = gates.times(x, by, jnp.int32(count), interpret=SIMULATED)
     np.testing.assert_array_equal(found[:count], (x.astype(jnp.float32) * by).astype(BACKWARD)[:count])
+
+
+GROUPED = 5 * groups.ROWS
+SIZES = {  # a group that ends within a tile, one within a tile, one of whole tiles, none at both ends
+    "uneven": [0, 300, 20, 192, 256, 0, 100, 0],
+    "one": [0, 0, 0, GROUPED, 0, 0, 0, 0],
+    "none": [0] * 8,
+}
+
+
+def grouped(sizes):
+    """Operands, of which rows of no group are not numbers; and for each group what its rows give."""
+    x, dy, w = draw(13, (GROUPED, 256), (GROUPED, 384), (8, 256, 384))
+    total = sum(sizes)
+    apart = np.split(np.arange(total), np.cumsum(sizes)[:-1])
+    y = np.concatenate([x[rows] @ w[g] for g, rows in enumerate(apart)])
+    dx = np.concatenate([dy[rows] @ w[g].T for g, rows in enumerate(apart)])
+    dw = np.stack([x[rows].T @ dy[rows] for rows in apart])
+    x, dy = (a.at[total:].set(jnp.nan) for a in (x, dy))
+    return (x, dy, w, jnp.asarray(sizes, jnp.int32)), (y, dx, dw)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+def test_rows_by_the_matrix_of_their_group_and_gradients_are_those_of_the_definition_and_others_are_not_read(
+    sizes, monkeypatch
+):
+    monkeypatch.setattr(groups, "MOST_BYTES", 4 * 384 * 128)  # so that matrices are cut
+    (x, dy, w, sizes), (y, dx, dw) = grouped(sizes)
+    found = groups.multiply(x, w, sizes, jnp.float32, interpret=SIMULATED)
+    of_rows = groups.multiply(dy, w, sizes, jnp.float32, transposed=True, interpret=SIMULATED)
+    of_matrices = groups.multiply_transposed(x, dy, sizes, jnp.float32, interpret=SIMULATED)
+    assert (found.shape, of_rows.shape) == ((GROUPED, 384), (GROUPED, 256))
+    if len(y):
+        assert_close([found[: len(y)], of_rows[: len(y)]], [y, dx])
+    assert_close(of_matrices, dw)
+
+
+def test_products_of_float8_are_those_of_its_values():
+    (x, dy, w, sizes), _ = grouped(SIZES["uneven"])
+    x, w, dy = x.astype(FORWARD), w.astype(FORWARD), dy.astype(BACKWARD)
+    exact = [a.astype(jnp.float32) for a in (x, dy, w)]
+    end = int(sizes.sum())
+    for run, a, b in [
+        (groups.multiply, 0, 2),
+        (functools.partial(groups.multiply, transposed=True), 1, 2),
+        (groups.multiply_transposed, 0, 1),
+    ]:
+        found = run((x, dy, w)[a], (x, dy, w)[b], sizes, jnp.float32, interpret=SIMULATED)
+        expected = run(exact[a], exact[b], sizes, jnp.float32, interpret=SIMULATED)
+        assert_close(found[:end], expected[:end])
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("all_groups", [False, True])
+def test_each_tile_that_has_rows_of_a_group_is_visited_once_for_it_and_groups_in_turn(sizes, all_groups):
+    found, count = groups.visits(jnp.asarray(sizes, jnp.int32), GROUPED, all_groups=all_groups)
+    rows, ends = groups.ROWS, np.cumsum(sizes)
+    expected = [
+        (g, block)
+        for g, (begin, end) in enumerate(zip(ends - sizes, ends, strict=True))
+        for block in range(GROUPED // rows)
+        if begin < end and block * rows < end and begin < (block + 1) * rows
+    ]
+    visited = list(zip(found.group[:count].tolist(), found.block[:count].tolist(), strict=True))
+    assert [v for v in visited if sizes[v[0]]] == expected
+    assert [g for g, _ in visited if not sizes[g]] == [g for g, n in enumerate(sizes) if all_groups and not n]
+    assert 0 <= min(found.block.tolist()) <= max(found.block.tolist()) < GROUPED // rows
+
+
+@pytest.mark.parametrize(
+    ("size", "width", "itemsize", "parts"),
+    [
+        (7168, 4096, 2, 4),
+        (7168, 4096, 1, 2),
+        (2048, 7168, 2, 2),  # two fit, of which two cores have one each
+        (2048, 7168, 1, 2),
+        (256, 384, 2, 1),  # 128 do not divide evenly by two
+        (7168, 4096, 4, 8),
+        (8192 * 5, 128, 4, 0),
+    ],
+)
+def test_matrices_are_cut_into_as_few_equal_tiles_as_there_is_room_for(size, width, itemsize, parts):
+    assert groups._parts(size, width, itemsize) == parts
+
+
+def test_matrices_that_do_not_divide_are_not_for_the_kernels():
+    fits = groups.can_multiply(1024, 256, 384)
+    assert fits and not groups.can_multiply(1000, 256, 384) and not groups.can_multiply(1024, 250, 384)
+    assert not groups.can_multiply(1024, 256, 380) and not groups.can_multiply(1024, 128, 8192 * 5)
 
 
 # ------------------------------------------------------------------------------ as the model uses them

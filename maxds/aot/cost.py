@@ -9,6 +9,7 @@ import numpy as np
 
 from maxds.aot.hlo import HBM, Array, Computation, Instruction, Module
 from maxds.aot.topology import Chip
+from maxds.model.tiles.groups import ROWS
 
 # These name values, and move none.
 FREE = set(
@@ -22,11 +23,22 @@ _FREE_TARGETS = set(
 
 # The compiler tells no cycles of kernels. In its schedules of those of model/tiles one can count them: the share of the
 # peak that attention with its gradients reaches, if every tile did what only the first or last of a row does; the
-# rotation of queries counts in every 4.5th, as in rows of 4,096 tokens.
+# rotation of queries counts in every 4.5th, as in rows of 4,096 tokens. A schedule does not know how long the matrix
+# units take, so no kernel takes less than its products at peak. Grouped matmuls also wait for each group's matrix, at
+# the bandwidth of HBM, or begin and write its gradient: shares are those of DeepSeek-V3's 32 groups of 5,120 rows.
 SCHEDULED = {
-    "tpu7x": {"attend_window": 0.59, "attend_selected": 0.45, "attend": 0.52},
-    "v5p": {"attend_window": 0.48, "attend_selected": 0.40, "attend": 0.43},
-    "v6e": {"attend_window": 0.66, "attend_selected": 0.43, "attend": 0.48},
+    "tpu7x": {
+        **{"attend_window": 0.59, "attend_selected": 0.45, "attend": 0.52},
+        **{"rows_by_matrices": 0.97, "outer_products_float8": 0.76, "outer_products": 0.91},
+    },
+    "v5p": {
+        **{"attend_window": 0.48, "attend_selected": 0.80, "attend": 0.86},
+        **{"rows_by_matrices": 1.0, "outer_products": 0.98},
+    },
+    "v6e": {
+        **{"attend_window": 0.66, "attend_selected": 0.43, "attend": 0.48},
+        **{"rows_by_matrices": 0.86, "outer_products": 0.89},
+    },
 }
 SCHEDULED_ELSE = 0.4
 
@@ -34,8 +46,8 @@ BASES = {
     "cycles": "the compiler's cycles, over the clock",
     "cost estimate": "the kernel's own FLOPs at the share of peak that its schedule reaches, or its bytes, the slower "
     "of the two",
-    "grouped matmul": "2·K·N of each row of the tiles that it visits, or its bytes, the slower of the two at peak (of "
-    "float8, if both operands are that)",
+    "grouped matmul": "2·K·N of each row of the tiles that it visits at the share of peak of its schedule (of "
+    "float8, if both operands are that), or its bytes, the slower of the two",
     "sort": "k(k+1)/2 passes over its operands in memory, k = log2 of the sorted length (a bitonic sort)",
     "bytes": "bytes read and written, at the bandwidth of HBM",
     "none": "no estimate: counted as nothing",
@@ -84,12 +96,16 @@ class Costs:
         if is_grouped_matmul(i):
             matrices = [a for name in i.operands if (a := _operand(computation, name)) and a.dtype not in _WHOLE]
             peak = self.peak * (self.chip.float8 if all(a.itemsize == 1 for a in matrices) else 1.0)
+            peak *= self._scheduled(i, 1.0)
             return Cost(max(flops / peak, moved / self.chip.hbm), "grouped matmul", flops, moved)
         if i.cost_estimate:
-            shares = SCHEDULED.get(self.chip.family, {})
-            share = next((share for name, share in shares.items() if name in i.op_name), SCHEDULED_ELSE)
-            return Cost(max(flops / self.peak / share, moved / self.chip.hbm), "cost estimate", flops, moved)
+            peak = self.peak * self._scheduled(i, SCHEDULED_ELSE)
+            return Cost(max(flops / peak, moved / self.chip.hbm), "cost estimate", flops, moved)
         return Cost(0.0, "none", flops, moved)
+
+    def _scheduled(self, i: Instruction, otherwise: float) -> float:
+        shares = SCHEDULED.get(self.chip.family, {})
+        return next((share for name, share in shares.items() if name in i.op_name), otherwise)
 
     def _sort(self, computation: Computation, i: Instruction, moved: float) -> Cost:
         dimension = int((re.search(r"dimensions=\{(\d+)\}", i.attributes) or [0, 0])[1])
@@ -142,8 +158,9 @@ class Costs:
 
 
 def is_grouped_matmul(i: Instruction) -> bool:
-    """Whether it is the kernel that the compiler puts in the place of `lax.ragged_dot`."""
-    return i.opcode == "custom-call" and "ragged_dot_tiling" in i.attributes
+    """Whether it is of model/tiles/groups.py, or what the compiler puts in the place of `lax.ragged_dot`."""
+    ours = "rows_by_matrices" in i.op_name or "outer_products" in i.op_name
+    return i.opcode == "custom-call" and (ours or "ragged_dot_tiling" in i.attributes)
 
 
 def _operand(computation: Computation, name: str) -> Array | None:
@@ -186,13 +203,17 @@ def _grouped_matmul_flops(i: Instruction, operands: list[Array], filled: float) 
     """[R K] by [G K N] -> [R N], or [R K] by [R N] -> [G K N], tile by tile of rows.
 
     A kernel whose number of tiles is decided as it runs visits those that tokens fill, and one twice where a group ends
-    within it.
+    within it. The compiler's multiplies tiles of K and N that stand out over these, too.
     """
     matrices = [a.dims for a in (*operands, i.arrays[0]) if a.dtype not in _WHOLE]
-    (rows, _), (groups, inner, width) = (next(dims for dims in matrices if len(dims) == rank) for rank in (2, 3))
-    tile = int(i.attributes.partition('ragged_dot_tiling="')[2].partition(",")[0])
-    visited = filled * rows + (groups - 1) * tile if _AS_IT_RUNS in i.kernel else rows
-    return 2.0 * min(visited, rows) * inner * width
+    (rows, _), (groups, *sides) = (next(dims for dims in matrices if len(dims) == rank) for rank in (2, 3))
+    tile, as_it_runs = ROWS, True
+    if told := i.attributes.partition('ragged_dot_tiling="')[2].partition('"')[0]:
+        tile, *parts = map(int, told.split(","))
+        sides = [-(-n // part) * part for n, part in zip(sides, parts, strict=True)]
+        as_it_runs = _AS_IT_RUNS in i.kernel
+    visited = filled * rows + (groups - 1) * tile if as_it_runs else rows
+    return 2.0 * min(visited, rows) * math.prod(sides)
 
 
 def _dot_flops(i: Instruction, left: Array, _right: Array) -> float:

@@ -28,8 +28,8 @@ REMEDIES = (
     "compile again to be sure (--fix does). The time is that of recomputation, host memory and weights, at full rates",
 )
 OLD_JAX = (
-    "JAX 0.10's compiler for TPU multiplies every row by every expert in the weight gradient of a grouped matmul; "
-    "train, and predict, with JAX 0.12"
+    "where experts' sides are no multiples of 128, JAX 0.10's compiler for TPU multiplies every row by every expert in "
+    "the weight gradient of a grouped matmul; train, and predict, with JAX 0.12"
 )
 
 
@@ -259,7 +259,8 @@ def assumptions(target: Target) -> list[str]:
         f"ICI {c.ici / 1e9:g} GB/s a link one way, DCN {c.dcn / 1e9:g} GB/s and host {c.host / 1e9:g} GB/s a device",
         "compute takes the compiler's own cycles; nothing slows for another's use of HBM, and launches take no time",
         f"by their schedules, attention's kernels reach {kernels['attend']} of peak, {kernels['attend_selected']} "
-        f"where keys are selected, and {kernels['attend_window']} to a window; others {SCHEDULED_ELSE}",
+        f"where keys are selected, and {kernels['attend_window']} to a window; grouped matmuls "
+        f"{kernels['rows_by_matrices']}, their weight gradients {kernels['outer_products']}; others {SCHEDULED_ELSE}",
         "each mesh axis has its links to itself, collectives reach full link bandwidth and have no latency",
         "asynchronous transfers start when their operands are ready and their axis is free, in order",
         "SparseCores move bytes at the bandwidth of HBM, and one thing at a time",

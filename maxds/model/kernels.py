@@ -8,7 +8,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 | attention      | XLA, by spans of queries   | tokamax's [2]; else: XLA   | our own, in rows of n 128                 |
 | to selected    | XLA, by tiles              | XLA, by tiles              | our own, in rows of n 1024                |
 | to a window    | XLA, by blocks of queries  | XLA, by blocks of queries  | our own, in rows of n 128 [1]             |
-| grouped matmul | a loop over blocks of rows | JAX's [2]; else: XLA       | `lax.ragged_dot`                          |
+| grouped matmul | a loop over blocks of rows | JAX's [2]; else: XLA       | our own, of n 256 rows, 128 columns [3]   |
 | gated rows     | XLA                        | XLA                        | our own, of n 128 rows and columns        |
 | … in float8    | XLA                        | XLA                        | TPU7x: our own, as those; else: XLA       |
 | summed scores  | XLA, head by head          | XLA, head by head          | our own, of blocks of queries             |
@@ -16,6 +16,7 @@ Attention and grouped matmul can be replayed: what the forward pass computed is 
 
 [1] windows of up to 512, up to 16,384 entries of heads of 512, and n 1024 where some are selected; others by XLA.
 [2] on Hopper (H100, H200), in bfloat16, of n 128 rows and columns.
+[3] in float8 on TPU7x only; others by XLA.
 
 On CPUs and GPUs XLA's `lax.ragged_dot` multiplies every row by every group: its cost grows with the number of experts.
 """
@@ -34,7 +35,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from qwix import QArray
 
 from maxds.model import hopper, ops, scores, sparse, sparsecores
-from maxds.model.tiles import causal, gates, sums
+from maxds.model.tiles import causal, gates, groups, sums
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Scaled, Tree, quantize, slots
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
@@ -341,7 +342,7 @@ def grouped_matmul(x: jax.Array, w: jax.Array, sizes: jax.Array, kept: jax.Array
     Args:
       x: [R I].
       w: [G I O].
-      sizes: [G] int32: how many rows each group has. Rows past their sum give zero.
+      sizes: [G] int32: how many rows each group has. Rows past their sum may hold anything, and do so afterwards.
       kept: the result of an earlier call; it is then returned as it is.
 
     Returns:
@@ -365,6 +366,8 @@ def multiply_groups(x, w, sizes, dtype, transposed=False):
     """Rows by the matrix of their group: [R I], [G I O], or if `transposed` [G O I] -> [R O] of `dtype`."""
     if _multiplies_on_hopper(dtype, len(x), *w.shape[1:]):
         return hopper.multiply(x.astype(dtype), w.astype(dtype), sizes, transposed=transposed)
+    if _multiplies_in_tiles(x, *w.shape[1:]):
+        return groups.multiply(x, w, sizes, dtype, transposed=transposed)
     w = w.swapaxes(1, 2) if transposed else w
     by_blocks = functools.partial(_multiply_by_blocks, dtype=dtype)
     ragged = functools.partial(lax.ragged_dot, preferred_element_type=dtype)
@@ -376,6 +379,8 @@ def multiply_groups_transposed(x, dy, sizes, dtype):
     """[R I], [R O] -> [G I O] of `dtype`: the sum of the outer products of each group's rows."""
     if _multiplies_on_hopper(dtype, *x.shape, dy.shape[1]):
         return hopper.multiply_transposed(x.astype(dtype), dy.astype(dtype), sizes)
+    if _multiplies_in_tiles(x, x.shape[1], dy.shape[1]):
+        return groups.multiply_transposed(x, dy, sizes, dtype)
 
     def ragged(x, dy, sizes):
         numbers = lax.RaggedDotDimensionNumbers(((((0,), (0,)), ((), ()))), (0,), ())
@@ -388,6 +393,11 @@ def multiply_groups_transposed(x, dy, sizes, dtype):
 def _multiplies_on_hopper(dtype, *sides):
     """Float8 values too: bfloat16 holds them as they are, and these kernels have no products of them."""
     return is_hopper() and hopper.can_multiply(dtype, *sides)
+
+
+def _multiplies_in_tiles(x, *sides):
+    """Only TPU7x multiplies float8: other TPUs convert it, which is left to XLA."""
+    return is_tpu() and (x.dtype.itemsize > 1 or rounds_rows()) and groups.can_multiply(len(x), *sides)
 
 
 def _row_blocks(rows, sizes):

@@ -29,6 +29,7 @@ from maxds.model import kernels, residual, rounded
 from maxds.model.attention import norm
 from maxds.model.ops import matmul, rms_norm, swiglu
 from maxds.model.residual import Stream
+from maxds.model.tiles.groups import ROWS
 from maxds.params import Param, Tree
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Scaled, gradients, named, quantize, slots, vjp
 from maxds.schedule import Given
@@ -368,8 +369,13 @@ def _count_before(hits: jax.Array) -> jax.Array:
 
 
 def rows_at_a_time(pairs: int, shards: int, capacity: float) -> int:
-    """Rows that a device makes room for: `capacity` times its even share of the pairs, and not more than all."""
-    return min(math.ceil(pairs / shards * capacity / 8) * 8, pairs)
+    """Rows that a device makes room for: `capacity` times its even share of the pairs, and not more than all.
+
+    Where there are many, a whole number of tiles of the kernels for TPU, or these would not take them.
+    """
+    share = pairs / shards
+    unit = ROWS if share >= 16 * ROWS else 8
+    return min(math.ceil(share * capacity / unit) * unit, pairs)
 
 
 def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, ...]) -> kernels.Routes:

@@ -1,4 +1,5 @@
-"""Kernels of our own for TPU: tiles of queries by keys, whose scores never leave VMEM; and experts' rows (`gates`).
+"""Kernels of our own for TPU: tiles of queries by keys, whose scores never leave VMEM; and experts' rows (`groups`,
+`gates`).
 
 Tokens lie along the lanes, in arrays [heads size tokens] and in tiles [keys queries]: so heads of 192 are not padded to
 256, and what belongs to a query is spread over a tile without moving between lanes. Several heads share a step, and the
@@ -34,8 +35,11 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
       given: arrays, each with its blocks.
       found: shapes of results, each with its blocks.
       held: what stays in VMEM from step to step, as `room`.
-      **how: `grid`, its extents; `flops` of all products; `name` and `interpret`, as of `pallas_call`.
+      **how: `grid`, its extents; `apart`, those of its dimensions whose steps know nothing of each other, so that a
+        device with two cores (v5p) has half of them done by each; `flops` of all products; `name` and `interpret`, as
+        of `pallas_call`.
     """
+    order = tuple("parallel" if n in how["apart"] else "arbitrary" for n in range(len(how["grid"])))
     moved = [a for a, _ in (*given, *found)]
     bytes_moved = sum(a.size * a.dtype.itemsize for a in moved)
     arrays = tuple(_signed(a) if a.dtype == jnp.uint8 else a for a, _ in given)
@@ -50,7 +54,7 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
         ),
         out_shape=[tuple(shape for shape, _ in found)],
         cost_estimate=pl.CostEstimate(flops=how["flops"], transcendentals=0, bytes_accessed=bytes_moved),
-        compiler_params=pltpu.CompilerParams(vmem_limit_bytes=VMEM),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=order, vmem_limit_bytes=VMEM),
         name=how["name"],
         interpret=how["interpret"],
     )(ahead, arrays)

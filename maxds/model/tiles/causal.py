@@ -166,7 +166,8 @@ def attend(q: Array, k: Keys, v: Array, sight: Sight, *, interpret: Any = False)
             room(group, size, mask.block, dtype=q.dtype),
             *(room(group, rows, mask.block) for rows in (1, 1, size_v)),
         ],
-        grid=(batch, heads // group, len(visits.query)),
+        grid=(heads // group, batch, len(visits.query)),
+        apart=(0,),
         flops=2 * batch * len(visits.query) * mask.block**2 * heads * (size + size_v),
         name=mask.kernel,
         interpret=interpret,
@@ -201,7 +202,7 @@ def _attend(hide, ahead, given, found, held):
 
         in_turn(len(q), product, use)
 
-    ahead.multiply(pl.program_id(0), t, functools.partial(hide, mask), hidden, tile)
+    ahead.multiply(pl.program_id(1), t, functools.partial(hide, mask), hidden, tile)
 
     @pl.when(ahead.visits.last[t] == 1)
     def _():
@@ -292,7 +293,8 @@ def _of_band(band, mask, sight, of_queries, of_keys, dtype, interpret):
             room(end - begin, group, size, mask.block),
             *(room(group, rows, mask.block) for rows in (size, size_v)),
         ],
-        grid=(batch, heads // group, len(visits.query)),
+        grid=(heads // group, batch, len(visits.query)),
+        apart=(0,),
         flops=2 * batch * len(visits.query) * mask.block**2 * heads * (3 * size + 2 * size_v),
         name=f"{mask.kernel}_backward",
         interpret=interpret,
@@ -302,7 +304,7 @@ def _of_band(band, mask, sight, of_queries, of_keys, dtype, interpret):
 def _attend_backward(hide, begin, ahead, given, found, held):
     (q, lse, of_output, dout, cos, sin, shared, k, v, *mask), (dq, dk, dshared, dv) = given, found
     hidden, of_scores, of_weights, turning, dqs, dks, dvs = held
-    row, t, still = pl.program_id(0), pl.program_id(2), k.shape[1]
+    row, t, still = pl.program_id(1), pl.program_id(2), k.shape[1]
     query, key, since = ahead.at(row, t)
     own = query - begin
 
@@ -378,7 +380,7 @@ def _blocks(shape: tuple[int, int], which: Which) -> Callable:
     """Blocks of (heads, tokens) of an array [B heads size tokens], by its size."""
 
     def of_size(size: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, shape[0], size, shape[1]), lambda b, g, t, ahead: (b, g, 0, which(*ahead.at(b, t))))
+        return pl.BlockSpec((None, shape[0], size, shape[1]), lambda g, b, t, ahead: (b, g, 0, which(*ahead.at(b, t))))
 
     return of_size
 
@@ -387,7 +389,7 @@ def _of_all_heads(block: int, *arrays: tuple[Which, Array]) -> list[tuple[Array,
     """Arrays [B S n], with their blocks [n block]."""
 
     def of_array(which: Which, a: Array) -> tuple[Array, pl.BlockSpec]:
-        return turned(a), pl.BlockSpec((None, a.shape[2], block), lambda b, g, t, ahead: (b, 0, which(*ahead.at(b, t))))
+        return turned(a), pl.BlockSpec((None, a.shape[2], block), lambda g, b, t, ahead: (b, 0, which(*ahead.at(b, t))))
 
     return list(itertools.starmap(of_array, arrays))
 
@@ -421,7 +423,7 @@ def _mask(sight: Sight) -> _Mask:
     run = length // 8 // block
 
     def of_tile(query: Which, key: Which) -> list:
-        def at(b, g, t, ahead):
+        def at(g, b, t, ahead):
             seen = ahead.at(b, t)
             return b, query(*seen), lax.rem(key(*seen), run)
 
