@@ -196,8 +196,8 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from maxds import loader, trial
 from maxds.aot import topology
 from maxds.config import Config
-from maxds.model.tiles import causal, gates, sums, window
-from maxds.quantize import BACKWARD, Scaled
+from maxds.model.tiles import causal, gates, groups, sums, window
+from maxds.quantize import BACKWARD, FORWARD, Scaled
 
 topology.prepare()
 alone = topology.devices(sys.argv[2])[:1]
@@ -230,7 +230,18 @@ of_all, of_selected = (causal.Sight(segments, selected, angles, angles) for sele
 gated = of(1024, 4096), of(1024, dtype=f32), limit, of(1024, 2048)
 by_row = of(1024, 1, dtype=f32)
 up, dy = Scaled(gated[0], by_row), Scaled(gated[3], by_row)
+sizes = of(4, dtype=jnp.int32)
+
+def grouped(*dtypes):
+    x, dy, w = (of(*shape, dtype=d) for shape, d in zip(((1024, 7168), (1024, 4096), (4, 7168, 4096)), dtypes))
+    return {
+        lambda *args: groups.multiply(*args, jnp.bfloat16): (x, w, sizes),
+        lambda *args: groups.multiply(*args, jnp.bfloat16, transposed=True): (dy, w, sizes),
+        lambda *args: groups.multiply_transposed(*args, jnp.bfloat16): (x, dy, sizes),
+    }
+
 float8 = {
+    **grouped(FORWARD, BACKWARD, FORWARD),
     lambda *args: gates.rounded(*args, 10.0): (up, *gated[1:3]),
     lambda *args: gates.rounded_backward(*args, None): (up, *gated[1:3], dy),
     gates.times: (of(1024, 4096, dtype=BACKWARD), by_row, limit),
@@ -251,6 +262,7 @@ for kernel, args in {
     lambda *args: gates.gated_backward(*args, None): gated,
     functools.partial(causal.attend): of_rows(qk, keys, v, of_all),
     attend_backward: of_rows(qk, keys, v, of_all, (v, lse)),
+    **grouped(*[jnp.bfloat16] * 3),
     **float8,
     **long,
 }.items():

@@ -5,6 +5,7 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import naive
 import numpy as np
 import pytest
@@ -427,6 +428,23 @@ def test_matrices_that_do_not_divide_are_not_for_the_kernels():
     fits = groups.can_multiply(1024, 256, 384)
     assert fits and not groups.can_multiply(1000, 256, 384) and not groups.can_multiply(1024, 250, 384)
     assert not groups.can_multiply(1024, 256, 380) and not groups.can_multiply(1024, 128, 8192 * 5)
+
+
+def test_two_cores_of_a_device_share_the_heads_of_attention_and_what_is_wide_of_experts():
+    q, v, shared, lse = draw(14, (3, 16, 512, 24), (3, 16, 512, 16), (3, 512, 8), (3, 16, 512))
+    sight = causal.Sight(jnp.ones((3, 512), jnp.int32), None, *[jnp.zeros((3, 512, 8))] * 2)
+    (x, dy, w, sizes), _ = grouped(SIZES["one"])
+    up, weights, count = jnp.zeros((ROWS, WIDTH)), jnp.ones(ROWS), jnp.int32(ROWS)
+    for fn, args in [
+        (causal.attend, (q, (v, shared), v, sight)),
+        (causal.attend_backward, (q, (v, shared), v, sight, (v, lse), v)),
+        (functools.partial(groups.multiply, dtype=jnp.float32), (x, w, sizes)),
+        (functools.partial(groups.multiply_transposed, dtype=jnp.float32), (x, dy, sizes)),
+        (functools.partial(gates.gated, limit=None), (up, weights, count)),
+    ]:
+        found = [eqn for name, eqn, _ in jaxprs.equations(jaxprs.live(fn, *args)) if name == "pallas_call"]
+        order = [eqn.params["compiler_params"].dimension_semantics for eqn in found]
+        assert len(order) == 1 and [n for n, o in enumerate(order[0]) if o == pltpu.PARALLEL] == [0]
 
 
 # ------------------------------------------------------------------------------ as the model uses them

@@ -39,7 +39,7 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
         device with two cores (v5p) has half of them done by each; `flops` of all products; `name` and `interpret`, as
         of `pallas_call`.
     """
-    order = tuple("parallel" if n in how["apart"] else "arbitrary" for n in range(len(how["grid"])))
+    order = [pltpu.PARALLEL if n in how["apart"] else pltpu.ARBITRARY for n in range(len(how["grid"]))]
     moved = [a for a, _ in (*given, *found)]
     bytes_moved = sum(a.size * a.dtype.itemsize for a in moved)
     arrays = tuple(_signed(a) if a.dtype == jnp.uint8 else a for a, _ in given)
