@@ -43,8 +43,8 @@ def differences(model, float8=False):
 @pytest.mark.usefixtures("_tpu")
 def test_kernels_that_are_right_differ_by_their_roundings():
     found = differences(V32, float8=True)
-    ours = {"gated rows", "experts in float8", "attention", "attention to selected", "index"}
-    assert set(found) == {"grouped matmul", "sum of rows"} | ours
+    ours = {"grouped matmul", "gated rows", "experts in float8", "attention", "attention to selected", "index"}
+    assert set(found) == {"sum of rows"} | ours
     assert all(0 < found[name] <= doctor.MAX_DIFFERENCE for name in ours)
 
 

@@ -47,7 +47,7 @@ class Costs(cost.Costs):
     """Of the peer's program. What its kernels say that they cost is set by the recipe, to steer the compiler."""
 
     def of(self, computation: Computation, i: Instruction) -> cost.Cost | None:
-        """As of ours, whose grouped matmuls the compiler makes: at peak, and reading everything once."""
+        """As of ours; grouped matmuls at peak, and reading everything once."""
         found = super().of(computation, i)
         if found and found.basis == "cost estimate" and "gmm" in i.op_name:
             moved = self.hbm_bytes(computation, i)
