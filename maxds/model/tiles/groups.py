@@ -17,22 +17,27 @@ from jax.typing import DTypeLike
 from maxds.model.tiles import LANES, call, dot, room
 
 ROWS = 256  # of a tile
-MOST_BYTES = 15 * 2**20  # of a tile of the matrices, or of the sums that make one
+MOST_BYTES = 30 * 2**20  # of a tile of the matrices and the next one, with the sums that make one
 
 
 def can_multiply(rows: int, size: int, width: int) -> bool:
     """Whether [rows size] by [G size width] divides into tiles, and so do their gradients."""
     aligned = rows % ROWS == size % LANES == width % LANES == 0
-    return aligned and all(_parts(*sides, 4) for sides in ((size, width), (width, size)))
+    return aligned and all(_parts(*sides, 12) for sides in ((size, width), (width, size)))
 
 
-def _parts(size: int, width: int, itemsize: int) -> int:
+def _parts(size: int, width: int, each: int) -> int:
     """Into how many tiles to cut [size width] along its width: as few as there may be, if possible an even number.
 
     Two cores of a device have half of them each.
+
+    Args:
+      size: of each column.
+      width: how many columns.
+      each: bytes of VMEM that a number of a tile takes.
     """
     counts = (n for n in range(1, width // LANES + 1) if width % (n * LANES) == 0)
-    fits = [n for n in counts if size * width // n * itemsize <= MOST_BYTES]
+    fits = [n for n in counts if size * width // n * each <= MOST_BYTES]
     return min(fits, key=lambda n: (n % 2, n), default=0)
 
 
@@ -76,7 +81,7 @@ def multiply(
       interpret: as of `pallas_call`.
     """
     (rows, size), width = x.shape, w.shape[1 if transposed else 2]
-    parts = _parts(size, width, w.dtype.itemsize)
+    parts = _parts(size, width, 2 * w.dtype.itemsize)
     ahead, count = visits(sizes, rows, all_groups=False)
     wide = width // parts
 
@@ -116,7 +121,7 @@ def _multiply(over_w, ahead, given, found, _):
 def multiply_transposed(x: Array, dy: Array, sizes: Array, dtype: DTypeLike, *, interpret: Any = False) -> Array:
     """[R I], [R O] -> [G I O] of `dtype`: the sum of the outer products of each group's rows, in float32."""
     (rows, size), width = x.shape, dy.shape[1]
-    parts = _parts(size, width, 4)
+    parts = _parts(size, width, 4 + 2 * jnp.dtype(dtype).itemsize)
     ahead, count = visits(sizes, rows, all_groups=True)
     wide = width // parts
     (out,) = call(
