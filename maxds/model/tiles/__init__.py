@@ -35,11 +35,11 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
       given: arrays, each with its blocks.
       found: shapes of results, each with its blocks.
       held: what stays in VMEM from step to step, as `room`.
-      **how: `grid`, its extents; `apart`, those of its dimensions whose steps know nothing of each other, so that a
-        device with two cores (v5p) has half of them done by each; `flops` of all products; `name` and `interpret`, as
-        of `pallas_call`.
+      **how: `grid`, its extents; `apart`, those of its dimensions, if any, whose steps know nothing of each other, so
+        that a device with two cores (v5p) has half of them done by each, as of what `jax.vmap` adds; `flops` of all
+        products; `name` and `interpret`, as of `pallas_call`.
     """
-    order = [pltpu.PARALLEL if n in how["apart"] else pltpu.ARBITRARY for n in range(len(how["grid"]))]
+    order = [pltpu.PARALLEL if n in how.get("apart", ()) else pltpu.ARBITRARY for n in range(len(how["grid"]))]
     moved = [a for a, _ in (*given, *found)]
     bytes_moved = sum(a.size * a.dtype.itemsize for a in moved)
     arrays = tuple(_signed(a) if a.dtype == jnp.uint8 else a for a, _ in given)

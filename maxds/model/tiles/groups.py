@@ -92,20 +92,12 @@ def multiply(
         functools.partial(_multiply, int(transposed)),
         ahead,
         [
-            (x, pl.BlockSpec((ROWS, size), lambda n, t, ahead: (ahead.block[t], 0))),
+            (x, _of_rows(size)),
             (w, pl.BlockSpec((None, wide, size) if transposed else (None, size, wide), matrix)),
         ],
-        [
-            (
-                jax.ShapeDtypeStruct((rows, width), dtype),
-                pl.BlockSpec((ROWS, wide), lambda n, t, ahead: (ahead.block[t], n)),
-            )
-        ],
+        [(jax.ShapeDtypeStruct((rows, width), dtype), _of_part(wide))],
         [],
-        grid=(parts, count),
-        apart=(0,),
-        flops=2 * rows * size * width,
-        name=_named("rows_by_matrices", x),
+        **_how("rows_by_matrices", x, width, (parts, count)),
         interpret=interpret,
     )
     return out
@@ -127,10 +119,7 @@ def multiply_transposed(x: Array, dy: Array, sizes: Array, dtype: DTypeLike, *, 
     (out,) = call(
         _multiply_transposed,
         ahead,
-        [
-            (x, pl.BlockSpec((ROWS, size), lambda n, t, ahead: (ahead.block[t], 0))),
-            (dy, pl.BlockSpec((ROWS, wide), lambda n, t, ahead: (ahead.block[t], n))),
-        ],
+        [(x, _of_rows(size)), (dy, _of_part(wide))],
         [
             (
                 jax.ShapeDtypeStruct((len(sizes), size, width), dtype),
@@ -138,10 +127,7 @@ def multiply_transposed(x: Array, dy: Array, sizes: Array, dtype: DTypeLike, *, 
             )
         ],
         [room(size, wide)],
-        grid=(parts, count),
-        apart=(0,),
-        flops=2 * rows * size * width,
-        name=_named("outer_products", x),
+        **_how("outer_products", x, width, (parts, count)),
         interpret=interpret,
     )
     return out
@@ -174,5 +160,17 @@ def _multiply_transposed(ahead, given, found, held):
         out[...] = total[...].astype(out.dtype)
 
 
-def _named(kernel: str, x: Array) -> str:
-    return f"{kernel}_float8" if x.dtype.itemsize == 1 else kernel
+def _of_rows(width: int) -> pl.BlockSpec:
+    """Rows that a step visits, whole."""
+    return pl.BlockSpec((ROWS, width), lambda n, t, ahead: (ahead.block[t], 0))
+
+
+def _of_part(wide: int) -> pl.BlockSpec:
+    """Of rows that a step visits, the columns of its part."""
+    return pl.BlockSpec((ROWS, wide), lambda n, t, ahead: (ahead.block[t], n))
+
+
+def _how(kernel: str, x: Array, width: int, grid: tuple[Any, Any]) -> dict[str, Any]:
+    """Arguments of `call`: for each part of a matrix all visits, and the parts apart."""
+    name = f"{kernel}_float8" if x.dtype.itemsize == 1 else kernel
+    return {"grid": grid, "apart": (0,), "flops": 2 * x.size * width, "name": name}
