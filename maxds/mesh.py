@@ -40,7 +40,7 @@ _ALSO = {
 _COMPILER_OPTIONS = {
     "TPU v5": _SPARSE_CORE | _ALSO,
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
-    "TPU7x": _SPARSE_CORE | _ALSO,
+    "TPU7x": _SPARSE_CORE | _ALSO | {"xla_tpu_sparse_core_gather_overlap_limit": "4"},  # or gathers end at once
 }
 # `batch_split` moves host transfers to another layer itself: the compiler would make every layer's program twice. Those
 # of `plain` begin early, for the compiler is told that they are slow.

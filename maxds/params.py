@@ -112,6 +112,10 @@ def flatten(declared: Tree) -> dict[str, Param]:
     return {name(path): p for path, p in leaves}
 
 
+def _is_declared(x: Any) -> bool:
+    return x is None or _is_param(x)
+
+
 def name(path: tuple) -> str:
     """A path as a dotted name."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
@@ -233,9 +237,22 @@ class Exchange:
         """Of some entries of what is declared."""
         return dataclasses.replace(self, declared={name: self.declared[name] for name in names})
 
+    def halves(self) -> tuple["Exchange", "Exchange"]:
+        """Of what is declared, what comes first, half of its values or more, and the rest; None where the other is."""
+        leaves, structure = jax.tree.flatten(self.declared, is_leaf=_is_param)
+        sizes = np.array([math.prod(p.shape) for p in leaves])
+        first = np.cumsum(sizes) - sizes < np.sum(sizes) / 2
+
+        def half(chosen: Sequence[bool]) -> "Exchange":
+            kept = [p if mine else None for p, mine in zip(leaves, chosen, strict=True)]
+            return dataclasses.replace(self, declared=jax.tree.unflatten(structure, kept))
+
+        return half(first), half(~first)
+
     def of(self, tree: Tree) -> Tree:
-        """Those entries of a tree that are declared here."""
-        return {name: tree[name] for name in self.declared}
+        """What is declared here, of a tree."""
+        own = {name: tree[name] for name in self.declared}
+        return jax.tree.map(lambda p, x: x if _is_param(p) else None, self.declared, own, is_leaf=_is_declared)
 
     def quantize(self, shards: Tree) -> Tree:
         """The shards that travel in float8, with the scales of whole weights; None for the others.

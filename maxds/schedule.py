@@ -4,10 +4,11 @@
     comm    |             | DISPATCH a  | DISPATCH b | COMBINE a | COMBINE b    |
                                                                  ^ b's combine is carried into the next layer
 
-Weights travel a step ahead of their use: those of a layer's first stage during the layer before, the
-others during the first stage. Gradients travel a step behind, in the mirror of that. So only what the
-first stage needs is carried from layer to layer: on TPU, whatever a scan carries is copied once. What
-is kept in host memory comes back during the layer above the one that needs it.
+Weights travel a step ahead of their use: while a is in a layer's first stage, half of those of the
+others, and while b is, the rest and those of the next layer's first stage. Gradients travel a step
+behind. So only what the first stage needs is carried from layer to layer: on TPU, whatever a scan
+carries is copied once. What is kept in host memory comes back during the layer above the one that
+needs it.
 
 A stage is one function, `fn(w, x, given, kept=None) -> (y, kept)`, of one microbatch. Without
 `kept` it computes everything and says what it wants kept for the backward pass. With `kept` it is
@@ -32,7 +33,7 @@ from jax import lax
 
 from maxds import host
 from maxds.params import Exchange
-from maxds.quantize import FORWARD, named, slots, vjp, without_slots
+from maxds.quantize import FORWARD, Quantized, named, slots, vjp, without_slots
 
 Tree = Any
 Microbatches = list[Tree]
@@ -101,6 +102,11 @@ class Member:
     def rest(self) -> Exchange:
         """And those of the other stages."""
         return self.exchange.part([stage.name for stage in self.layer.stages[1:]])
+
+    @functools.cached_property
+    def halves(self) -> tuple[Exchange, Exchange]:
+        """The same, in two: one travels beside the first stage of each microbatch."""
+        return self.rest.halves()
 
 
 Run = Callable[
@@ -217,6 +223,27 @@ def written(room: Tape, turn: jax.Array | int, tape: Tape) -> Tape:
     return joined(room, new)
 
 
+def merged(w: Tree, more: Tree) -> Tree:
+    """Weights by stage, with those of `more` in the place of those that are not there: None."""
+
+    def either(a: Tree, b: Tree) -> Tree:
+        return b if a is None else a
+
+    def is_whole(a: Tree) -> bool:
+        return a is None or isinstance(a, Quantized)
+
+    return w | {name: jax.tree.map(either, w[name], more[name], is_leaf=is_whole) for name in more}
+
+
+Later = Callable[[Tree], tuple[Tree, Tree]]
+"""(something) -> (weights of a layer, those of the first stage of the next), which travel once that is there."""
+
+
+def nothing_later(w: Tree) -> Later:
+    """Of a layer whose weights `w` are all there, and after which none comes."""
+    return lambda _: (w, None)
+
+
 def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[int]) -> Microbatches:
     """Maps `fn(microbatch, x)` over microbatches, in order; none enters before the previous one has left.
 
@@ -233,19 +260,22 @@ def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[i
 
 
 def forward(
-    layer: Layer, w: Tree, given: list[Given], xs: Microbatches, room: Tape, turn: jax.Array | int
-) -> tuple[Microbatches, Tape, Tape]:
+    layer: Layer, w: Tree, later: Later, given: list[Given], xs: Microbatches, room: Tape, turn: jax.Array | int
+) -> tuple[Microbatches, Tape, Tape, Tree]:
     """One layer. Enters with the combine of microbatch b pending, and leaves so.
 
     Args:
+      w: the weights that are there; None in the place of the others.
+      later: these travel while b is in the first stage.
       room: of all turns, for what is kept in host memory. What is known before the last stage has arrived there when a
         enters that: the rounds of its experts are a loop with collectives, which on TPU no transfer crosses.
       turn: of the layer.
 
     Returns:
-      The microbatches, the layer's tape, and the room, with what it is for.
+      The microbatches, the layer's tape, the room, with what it is for, and what of the next layer has arrived.
     """
     tape: Tape = [{}, {}]
+    first, *middle, last = layer.stages
 
     def run(stage: Stage, i: int, x: Tree) -> Tree:
         y, kept = stage(w[stage.name], x, given[i])
@@ -258,18 +288,20 @@ def forward(
         return stagger(functools.partial(run, stage), [without_slots(stage.enter(x)) for x in xs], (0, 1))
 
     a, b = xs
-    xs = [a, layer.combine(b)]  # b's combine travels while a attends
-    for stage in layer.stages[:-1]:
+    a, b = through(first, [a, layer.combine(b)])  # b's combine travels while a attends
+    b, (more, ahead) = barrier(b, later(a))
+    w, xs = merged(w, more), [a, b]
+    for stage in middle:
         xs = through(stage, xs)
     early = set(tape[0])
-    xs[0], room = lax.optimization_barrier((xs[0], written(room, turn, tape)))
-    a, b = through(layer.stages[-1], xs)
-    return [layer.combine(a), b], tape, written(room, turn, only(tape, tape[0].keys() - early))
+    xs[0], room = barrier(xs[0], written(room, turn, tape))
+    a, b = through(last, xs)
+    return [layer.combine(a), b], tape, written(room, turn, only(tape, tape[0].keys() - early)), ahead
 
 
 def backward(
-    layer: Layer, w: Tree, given: list[Given], tapes: tuple[Tape, Tape], dxs: Microbatches
-) -> tuple[Microbatches, list, Tape]:
+    layer: Layer, w: Tree, later: Later, given: list[Given], tapes: tuple[Tape, Tape], dxs: Microbatches
+) -> tuple[Microbatches, list, Tape, Tree]:
     """Replays what was not kept, then pulls the cotangents back through it; b goes first, for time runs backward.
 
         compute | attention b | attention a | experts b  | EXPERTS b   | experts a, EXPERTS a | DISPATCH b, a | …
@@ -279,12 +311,15 @@ def backward(
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
 
     Args:
+      w: as of `forward`.
+      later: as of `forward`, while a is in it; the next layer is that below.
       tapes: of the layer, and what is on its way from host memory of that of the layer below. As a's uncombine, it has
         the products of b's last stage to hide behind. First stages still need what it replaces: so it has memory of its
         own, and can come early.
 
     Returns:
-      Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived.
+      Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived of the
+      tape and of the weights of the layer below.
     """
     tape, below = tapes
     stages, last = layer.stages, len(layer.stages) - 1
@@ -314,10 +349,12 @@ def backward(
     a, b = (of[input_name(stages[0].name)] for of in tape)
     da, db = dxs[0], layer.uncombine(dxs[1])
     b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
+    coming = later(b)
     db = spread(1, db)
     for n in range(1, last):
         b = replay(n, 1, enter(n, 1, b))
-    a, b, db = lax.optimization_barrier((replay(0, 0, a), b, db))
+    a, b, db, (more, w_below) = lax.optimization_barrier((replay(0, 0, a), b, db, coming))
+    w = merged(w, more)
     for n in range(1, last):
         a = replay(n, 0, enter(n, 0, a))
     replay(last, 1, enter(last, 1, b))
@@ -330,7 +367,7 @@ def backward(
     dxs = [pull(last, 0, spread(0, da)), db]
     for n in reversed(range(last)):
         dxs = stagger(functools.partial(pull, n), dxs, (1, 0))
-    return dxs, dws, below
+    return dxs, dws, below, w_below
 
 
 def batch_split(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]) -> Run:
@@ -366,6 +403,11 @@ class _Split:
         i, m = self.nearest(stored, i, m)
         return _gather(self.members[m].first, stored[m], i)
 
+    def gather_later(self, stored, i, m, beside, x):
+        """The second half of the weights of a layer, and the first of the one beside it, once `x` is there."""
+        i, _ = barrier(i, x)
+        return _gather(self.members[m].halves[1], stored[m], i), self.gather_first(stored, i, beside)
+
     def fetch(self, stored, rooms, i, m):
         """What is in host memory of a layer's tape."""
         i, m = self.nearest(stored, i, m)
@@ -387,7 +429,8 @@ class _Split:
 
         def tape(m):
             w = self.gather_first(stored, 0, m) | _gather(self.members[m].rest, stored[m], 0)
-            found = forward(self.members[m].layer, w, _givens(given[m], 0, contexts), xs, [{}, {}], 0)[1]
+            givens = _givens(given[m], 0, contexts)
+            found = forward(self.members[m].layer, w, nothing_later(w), givens, xs, [{}, {}], 0)[1]
             return only(found, self.offload)
 
         def of_all_turns(a):
@@ -405,12 +448,11 @@ class _Split:
             xs, w, rooms = carry
             rooms, tapes, seen = list(rooms), [], []
             for m, member in enumerate(self.members):
-                w = w | _gather(member.rest, stored[m], i)
-                ahead = self.gather_first(stored, i, m + 1)
-                xs, tape, rooms[m] = forward(member.layer, w, _givens(given[m], i, contexts), xs, rooms[m], i)
+                w = w | _gather(member.halves[0], stored[m], i)
+                later = functools.partial(self.gather_later, stored, i, m, m + 1)
+                xs, tape, rooms[m], w = forward(member.layer, w, later, _givens(given[m], i, contexts), xs, rooms[m], i)
                 seen.append(member.layer.observe(tape))
                 tapes.append(self.kept(member, tape))
-                w = ahead
             return (xs, w, rooms), (tapes, seen)
 
         ends = self.members[0].layer
@@ -428,14 +470,14 @@ class _Split:
             dxs, w, fetched, above, shards, grads = carry
             tapes, i = of_turn
             for m, member in reversed(list(enumerate(self.members))):
-                w = w | _gather(member.rest, stored[m], i)
-                w_below = self.gather_first(stored, i, m - 1)
+                w = w | _gather(member.halves[0], stored[m], i)
+                later = functools.partial(self.gather_later, stored, i, m, m - 1)
                 grads = self.settle(grads, i, m, shards)  # zeros on the last two layers
                 shards = self.scatter(m + 1, *above)
                 pair = joined(tapes[m], fetched), self.fetch(stored, rooms, i, m - 1)
-                dxs, dws, fetched = backward(member.layer, w, _givens(given[m], i, contexts), pair, dxs)
+                dxs, dws, fetched, w = backward(member.layer, w, later, _givens(given[m], i, contexts), pair, dxs)
                 first, rest = (part.total([part.of(d) for d in dws]) for part in (member.first, member.rest))
-                above, w = (first, member.rest.scatter(rest)), w_below
+                above = first, member.rest.scatter(rest)
             return (dxs, w, fetched, above, shards, grads), None
 
         if len(self.members) > 1:  # else these are what `forward` has gathered last

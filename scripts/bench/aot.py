@@ -48,6 +48,7 @@ ROWS = {
     "chips-512": ("tpu7x:4x8x16", 1, growing(1024)),
     "chips-1024": ("tpu7x:4x16x16", 1, growing(2048)),
     "chips-4096": ("tpu7x:4x32x32", 1, f"{growing(8192)} mesh.data=32"),
+    "chips-4096-slices": ("tpu7x:4x16x16", 4, f"{growing(8192)} mesh.data=4"),
     "sequence-8k": ("tpu7x:4x8x8", 1, f"{growing(512, 4)} data.sequence_length=8192"),
     "sequence-32k": ("tpu7x:4x8x8", 1, f"{ALONE} {SPLIT} data.global_batch=512 data.sequence_length=32768"),
     "sequence-128k": ("tpu7x:4x8x8", 1, f"{ALONE} {SPLIT} data.global_batch=128 data.sequence_length=131072"),
