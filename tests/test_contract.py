@@ -9,6 +9,7 @@ import functools
 import math
 import operator
 import typing
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -140,6 +141,22 @@ def test_backward_gathers_scatters_and_sums_each_weight_once():
     )
     shards = sum(p.size // 2 for p in SPLIT.values() if "expert" not in p.spec)
     assert [a.aval.shape for a in summed.invars] == [(shards,)]
+
+
+def test_half_of_a_layer_s_weights_travels_at_once_and_the_rest_when_a_microbatch_has_attended():
+    early = {path for path in SPLIT if path.startswith("dispatch.")} | {"experts.up"}
+    sizes = {path: p.size // (2 if "expert" in p.spec else 1) for path, p in SPLIT.items()}
+    halves = [sorted(n for path, n in sizes.items() if (path in early) == first) for first in (True, False)]
+    for scan in scans(configured(MODEL, "batch_split", (2, 2, 2), keep=())):
+        jaxpr, found = scan.params["jaxpr"].jaxpr, [[], []]
+        products = {
+            v for eqn in jaxpr.eqns if jaxprs.count(SimpleNamespace(eqns=[eqn]))["dot_general"] for v in eqn.outvars
+        }
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "all_gather" and "fsdp" in eqn.params["axis_name"]:
+                waits = not products.isdisjoint(jaxprs.ancestors(jaxpr, eqn))
+                found[waits].append(eqn.outvars[0].aval.size)
+        assert [sorted(of_half) for of_half in found] == halves
 
 
 def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():

@@ -125,6 +125,16 @@ def test_a_stepper_starts_in_its_shards_with_the_declared_weights():
             assert np.std(weight) == pytest.approx(std, rel=0.3), path
 
 
+def test_halves_have_every_weight_once_and_the_first_at_least_half_of_what_there_is():
+    declared = params.unstacked(layout.declare(tiny.V3).moe_layers)
+    whole = params.Exchange(declared, *[jnp.dtype("float32")] * 3).part(["dispatch", "experts"])
+    paths, (first, second) = params.flatten(whole.declared), whole.halves()
+    early, late = params.flatten(first.declared), params.flatten(second.declared)
+    assert {**early, **late} == paths and not set(early) & set(late) and late
+    assert sum(p.size for p in early.values()) >= sum(p.size for p in late.values())
+    assert params.flatten(second.of(declared)) == late
+
+
 @pytest.mark.parametrize("rings", [(), (8,), (2, 4), (4, 2), (2, 2, 2)])
 def test_what_is_gathered_ring_by_ring_is_what_is_gathered_at_once(rings):
     mesh = mesh_lib.make(Mesh(data=1, fsdp=8, expert=1), jax.devices())
