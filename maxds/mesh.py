@@ -28,7 +28,8 @@ BATCH = PartitionSpec(AXES)
 SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_parallel`
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
-# and copies do not, for they would wait there for gathers. Fusions may use 64 MiB of VMEM.
+# and copies do not, for they would wait there for gathers. Several gathers may be under way there: else each is waited
+# for before the next begins. Fusions may use 64 MiB of VMEM.
 _SPARSE_CORE = {
     f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
     for collective in ("all_gather", "reduce_scatter", "all_reduce")
@@ -37,10 +38,15 @@ _ALSO = {
     "xla_tpu_scoped_vmem_limit_kib": "65536",
     "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
 }
+_QUEUED = {
+    "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "true",
+    "xla_tpu_sparse_core_offload_queuing_overlap_limit": "8",
+    "xla_tpu_sparse_core_gather_overlap_limit": "8",  # one for each expert of a token
+}
 _COMPILER_OPTIONS = {
-    "TPU v5": _SPARSE_CORE | _ALSO,
+    "TPU v5": _SPARSE_CORE | _ALSO | _QUEUED,
     "TPU v6 lite": _SPARSE_CORE,  # 671B does not fit, so nothing was compared
-    "TPU7x": _SPARSE_CORE | _ALSO | {"xla_tpu_sparse_core_gather_overlap_limit": "4"},  # or gathers end at once
+    "TPU7x": _SPARSE_CORE | _ALSO | {"xla_tpu_sparse_core_gather_overlap_limit": "4"},
 }
 # `batch_split` moves host transfers to another layer itself: the compiler would make every layer's program twice. Those
 # of `plain` begin early, for the compiler is told that they are slow.
