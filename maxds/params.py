@@ -112,10 +112,6 @@ def flatten(declared: Tree) -> dict[str, Param]:
     return {name(path): p for path, p in leaves}
 
 
-def _is_declared(x: Any) -> bool:
-    return x is None or _is_param(x)
-
-
 def name(path: tuple) -> str:
     """A path as a dotted name."""
     return jax.tree_util.keystr(path, simple=True, separator=".")
@@ -123,6 +119,10 @@ def name(path: tuple) -> str:
 
 def _is_param(x: Any) -> bool:
     return isinstance(x, Param)
+
+
+def _is_param_or_none(x: Any) -> bool:
+    return x is None or _is_param(x)
 
 
 def stacked(declared: Tree, n: int) -> Tree:
@@ -252,7 +252,7 @@ class Exchange:
     def of(self, tree: Tree) -> Tree:
         """What is declared here, of a tree."""
         own = {name: tree[name] for name in self.declared}
-        return jax.tree.map(lambda p, x: x if _is_param(p) else None, self.declared, own, is_leaf=_is_declared)
+        return jax.tree.map(lambda p, x: None if p is None else x, self.declared, own, is_leaf=_is_param_or_none)
 
     def quantize(self, shards: Tree) -> Tree:
         """The shards that travel in float8, with the scales of whole weights; None for the others.
