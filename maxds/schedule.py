@@ -239,9 +239,9 @@ Later = Callable[[Tree], tuple[Tree, Tree]]
 """(something) -> (weights of a layer, those of the first stage of the next), which travel once that is there."""
 
 
-def nothing_later(w: Tree) -> Later:
-    """Of a layer whose weights `w` are all there, and after which none comes."""
-    return lambda _: (w, None)
+def nothing_later(_: Tree) -> tuple[Tree, Tree]:
+    """`Later` of a layer whose weights are all there, and after which none comes."""
+    return {}, None
 
 
 def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[int]) -> Microbatches:
@@ -430,7 +430,7 @@ class _Split:
         def tape(m):
             w = self.gather_first(stored, 0, m) | _gather(self.members[m].rest, stored[m], 0)
             givens = _givens(given[m], 0, contexts)
-            found = forward(self.members[m].layer, w, nothing_later(w), givens, xs, [{}, {}], 0)[1]
+            found = forward(self.members[m].layer, w, nothing_later, givens, xs, [{}, {}], 0)[1]
             return only(found, self.offload)
 
         def of_all_turns(a):

@@ -223,7 +223,7 @@ class Network:
         shards, of_layer = schedule.at((stacked, given), 0)
         w = member.exchange.gather(shards, member.exchange.quantize(shards))
         xs, given = [x, member.layer.pending(x)], [schedule.Given(of_layer, context)] * 2
-        return schedule.forward(member.layer, w, schedule.nothing_later(w), given, xs, [{}, {}], 0)[1]
+        return schedule.forward(member.layer, w, schedule.nothing_later, given, xs, [{}, {}], 0)[1]
 
     def context(self, batch: dict) -> Context:
         """What the layers are given of a microbatch."""
