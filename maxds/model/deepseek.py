@@ -141,7 +141,7 @@ class Network:
             spread=functools.partial(moe.spread, c, pending),
             pending=pending,
             observe=observe,
-            awaited=moe.awaited,
+            awaited=moe.beside_stream,
             always=("selection", "routing"),
         )
 

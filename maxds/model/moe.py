@@ -189,14 +189,27 @@ def choose(c: Model, scores: jax.Array, bias: jax.Array | None) -> jax.Array:
 
     The bias takes part in the choice only, never in the weights (V3, section 2.1.2).
     """
-    scores = scores if bias is None else scores + bias
+    scores = lax.stop_gradient(scores if bias is None else scores + bias)
     if c.n_group > 1:
         groups = scores.reshape(len(scores), c.n_group, -1)
         best = 2 if c.topk_method == "noaux_tc" else 1
-        _, top = lax.top_k(jnp.sum(lax.top_k(groups, best)[0], axis=-1), c.topk_group)
+        _, top = largest(jnp.sum(largest(groups, best)[0], axis=-1), c.topk_group)
         allowed = jnp.any(jax.nn.one_hot(top, c.n_group, dtype=bool), axis=1)
-        scores = jnp.where(allowed[..., None], groups, -jnp.inf).reshape(scores.shape)
-    return lax.top_k(scores, c.num_experts_per_tok)[1].astype(jnp.int32)
+        scores = jnp.where(allowed[..., None], groups, jnp.finfo(scores.dtype).min).reshape(scores.shape)
+    return largest(scores, c.num_experts_per_tok)[1].astype(jnp.int32)
+
+
+def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
+    """As `lax.top_k`, of few of the numbers: TPUs sort for that, and take ten times as long. None may be -inf."""
+    place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+
+    def one(x, _):
+        best = jnp.argmax(x, axis=-1)
+        return jnp.where(place == best[..., None], -jnp.inf, x), (jnp.max(x, axis=-1), best)
+
+    _, found = lax.scan(one, x, length=count)
+    values, places = (jnp.moveaxis(a, 0, -1) for a in found)
+    return values, places
 
 
 def combine_weights(c: Model, scores: jax.Array, chosen: jax.Array) -> jax.Array:
@@ -390,9 +403,9 @@ def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, ..
 def experts(c: Model, w: Mlp, x: Taken, given: Given, kept: dict | None = None) -> tuple[Computed, dict]:
     """The stage: this device's experts, each on its tokens. Keeps the gate and up product of the first round."""
     operands, kept_up = (w, x.y, x.weights), (kept or {}).get("expert_up")
-    found: Any = _all_rounds(c.swiglu_limit, x.rows, operands, x.routing, kept_up)
-    rows, more, up = found
-    return Computed(residual.add(x.stream, more.reshape(x.stream.shape)), rows, x.routing), {"expert_up": up}
+    found: Any = _all_rounds(c.swiglu_limit, x.rows, x.stream.made, operands, x.routing, kept_up)
+    rows, made, up = found
+    return Computed(residual.with_made(x.stream, made), rows, x.routing), {"expert_up": up}
 
 
 def _multiplied(limit: float | None, w: Mlp, x: Any, weights: jax.Array, routing: Routing, i, kept=None):
@@ -428,26 +441,29 @@ def _in_further_rounds(rows, routing, add, start):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _all_rounds(limit, rows, operands, routing, kept):
-    """As many rounds as the routing fills; the first is always computed, and the only one kept of."""
-    w, y, weights = operands
+def _all_rounds(limit, rows, made, operands, routing, kept):
+    """As many rounds as the routing fills; the first is always computed, and the only one kept of.
 
-    def further(i, more):
-        return more + _further_round(limit, rows.shape[0], i, operands, routing)
+    What the others make is added to `made` [B S D].
+    """
+    w, _, weights = operands
+
+    def further(i, made):
+        return made + _further_round(limit, rows.shape[0], i, operands, routing).reshape(made.shape)
 
     out, up = _multiplied(limit, w, rows, weights, routing, 0, kept)
-    return out, _in_further_rounds(rows.shape[0], routing, further, jnp.zeros_like(y)), up
+    return out, _in_further_rounds(rows.shape[0], routing, further, made), up
 
 
-def _all_rounds_forward(limit, rows, operands, routing, kept):
-    found: Any = _all_rounds(limit, rows, operands, routing, kept)
-    out, more, up = found[0], found[1], checkpoint_name(found[2], "expert_up")
-    return (out, more, up), (rows, operands, routing, kept, up)
+def _all_rounds_forward(limit, rows, made, operands, routing, kept):
+    found: Any = _all_rounds(limit, rows, made, operands, routing, kept)
+    out, made, up = found[0], found[1], checkpoint_name(found[2], "expert_up")
+    return (out, made, up), (rows, operands, routing, kept, up)
 
 
 def _all_rounds_backward(limit, residuals, cotangents):
     rows, operands, routing, kept, up = residuals
-    dout, dmore, _ = cotangents
+    dout, dmade, _ = cotangents
 
     w, y, weights = operands
 
@@ -458,12 +474,12 @@ def _all_rounds_backward(limit, residuals, cotangents):
         def run(*operands):
             return _further_round(limit, rows.shape[0], i, operands, routing)
 
-        more = lax.optimization_barrier(vjp(run, w, y, weights)[1](dmore))
+        more = lax.optimization_barrier(vjp(run, w, y, weights)[1](dmade.reshape(y.shape)))
         return jax.tree.map(operator.add, grads, more, is_leaf=lambda g: isinstance(g, Scaled))
 
     drows, *grads = vjp(first, rows, w, y, weights)[1](slots(dout))
     dw, *others = _in_further_rounds(rows.shape[0], routing, further, tuple(grads))
-    return gradients(rows, drows), (gradients(w, dw), *others), None, jax.tree.map(jnp.zeros_like, kept)
+    return gradients(rows, drows), dmade, (gradients(w, dw), *others), None, jax.tree.map(jnp.zeros_like, kept)
 
 
 _all_rounds.defvjp(_all_rounds_forward, _all_rounds_backward)
@@ -497,13 +513,14 @@ def spread(c: Model, pending: Callable, kept: dict, dy: Summed) -> Computed:
     return vjp(functools.partial(_summed, c), like)[1](dy)[0]
 
 
-def awaited(dy: Computed, coming: Tree) -> tuple[Computed, Tree]:
-    """A barrier of what is on its way and of the cotangent of the stream: rounds after the first read no other.
+def beside_stream(x: Any, other: Tree) -> tuple[Any, Tree]:
+    """A barrier of something else and the stream; what else there is need not be there.
 
-    The stage gets on with the first round meanwhile.
+    Of what `dispatch` gives, that is on its way. Of the cotangent of what `experts` gives, the first round reads it,
+    with which the stage gets on meanwhile; rounds after that read the stream's alone.
     """
-    stream, coming = lax.optimization_barrier((dy.stream, coming))
-    return dataclasses.replace(dy, stream=stream), coming
+    stream, other = lax.optimization_barrier((x.stream, other))
+    return dataclasses.replace(x, stream=stream), other
 
 
 def pending(c: Model, float8: bool, capacity: float, x: Stream) -> Computed:

@@ -39,15 +39,16 @@ class Stream:
     @property
     def shape(self) -> tuple[int, ...]:
         """[B S D], of what a stage reads and makes."""
-        return self._made.shape
+        return self.made.shape
 
     @property
     def dtype(self) -> jnp.dtype:
         """Of what a stage reads and makes."""
-        return self._made.dtype
+        return self.made.dtype
 
     @property
-    def _made(self) -> jax.Array:
+    def made(self) -> jax.Array:
+        """[B S D]: where stages add what they make."""
         return self.h if self.out is None else self.out
 
 
@@ -107,9 +108,12 @@ def read(c: Model, w: Connection | None, x: Stream) -> tuple[jax.Array, Stream]:
 
 def add(x: Stream, y: jax.Array) -> Stream:
     """The stream with what a stage has made, [B S D]."""
-    if x.out is None:
-        return dataclasses.replace(x, h=x.h + y)
-    return dataclasses.replace(x, out=x.out + y)
+    return with_made(x, x.made + y)
+
+
+def with_made(x: Stream, made: jax.Array) -> Stream:
+    """The stream with this in place of `x.made`."""
+    return dataclasses.replace(x, h=made) if x.out is None else dataclasses.replace(x, out=made)
 
 
 def streams(x: Stream) -> jax.Array:
