@@ -15,8 +15,9 @@ A stage is one function, `fn(w, x, given, kept=None) -> (y, kept)`, of one micro
 replayed: the kept values stand in for the work that produced them. So the backward pass of a stage
 is `jax.vjp` of the same function, and what is recomputed is what was not kept.
 
-A stage that ends with something on its way leaves to `enter` of the next what is done to it on arrival.
-In the same stage, it would be due with the arrival, and before work that the arrival can hide behind.
+A stage that ends with something on its way leaves to `enter` of the next what is done to it on arrival, and
+says in `leave` what of its output is there. Else the next work would be due after the arrival, which can hide
+behind it.
 
 `plain` leaves the backward pass to JAX (scan and `jax.checkpoint`): the reference for the other.
 This file knows nothing of the model: `model/deepseek.py` brings the stages.
@@ -46,23 +47,27 @@ class Given(NamedTuple):
     tokens: Tree  # of this microbatch: segment ids, positions
 
 
+def barrier(x: Tree, y: Tree) -> tuple[Tree, Tree]:
+    """Both: neither can be used before the other is there."""
+    return lax.optimization_barrier((x, y))
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """One step of a decoder layer, applied to one microbatch at a time."""
+    """One step of a decoder layer, applied to one microbatch at a time.
+
+    `leave` is a barrier of both, but only of that part of what the stage gives that is not on its way.
+    """
 
     name: str  # also the entry of the layer's weights that it reads
     fn: Callable[..., tuple[Tree, dict[str, Tree]]]  # what it would keep, it names
     enter: Callable[[Tree], Tree] = lambda x: x  # (what the stage before gives) -> x; reads no weights
+    leave: Callable[[Tree, Tree], tuple[Tree, Tree]] = barrier  # (what it gives, what comes next)
 
     def __call__(self, w: Tree, x: Tree, given: Given, kept: dict | None = None) -> tuple[Tree, dict[str, Tree]]:
         """Runs the stage with its own weights, under its name in profiles."""
         with jax.named_scope(self.name):
             return self.fn(w, x, given, kept)
-
-
-def barrier(x: Tree, y: Tree) -> tuple[Tree, Tree]:
-    """Both: neither can be used before the other is there."""
-    return lax.optimization_barrier((x, y))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,13 +219,23 @@ def joined(tape: Tape, more: Tape) -> Tape:
     return [of | of_more for of, of_more in zip(tape, more, strict=True)]
 
 
+def without(tape: Tape, other: Tape) -> Tape:
+    """A tape without what another one of the same layer has."""
+    return [
+        {name: value for name, value in of.items() if name not in of_other}
+        for of, of_other in zip(tape, other, strict=True)
+    ]
+
+
 def written(room: Tape, turn: jax.Array | int, tape: Tape) -> Tape:
     """The tapes of all turns, stacked, with what they have room for of that of one turn."""
-    own = only(room, tape[0])
-    new = jax.tree.map(
-        lambda stack, a: lax.dynamic_update_index_in_dim(stack, a, turn, 0), own, host.put_as(only(tape, own[0]), own)
-    )
-    return joined(room, new)
+    new = without(tape, without(tape, room))
+    own = without(room, without(room, new))
+
+    def into(stack: jax.Array, a: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(stack, a, turn, 0)
+
+    return joined(room, jax.tree.map(into, own, host.put_as(new, own)))
 
 
 def merged(w: Tree, more: Tree) -> Tree:
@@ -244,17 +259,19 @@ def nothing_later(_: Tree) -> tuple[Tree, Tree]:
     return {}, None
 
 
-def stagger(fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[int]) -> Microbatches:
+def stagger(
+    fn: Callable[[int, Tree], Tree], xs: Microbatches, order: Sequence[int], leave: Callable = barrier
+) -> Microbatches:
     """Maps `fn(microbatch, x)` over microbatches, in order; none enters before the previous one has left.
 
-    The barrier ties only the one's output to the next one's input: a barrier over everything
+    `leave`, as of `Stage`, ties only the one's output to the next one's input: a barrier over everything
     would make a total order of the layer, and forbid the overlap that the schedule is for.
     """
     xs = list(xs)
     for n, i in enumerate(order):
         y = fn(i, xs[i])
         if n + 1 < len(order):
-            y, xs[order[n + 1]] = lax.optimization_barrier((y, xs[order[n + 1]]))
+            y, xs[order[n + 1]] = leave(y, xs[order[n + 1]])
         xs[i] = y
     return xs
 
@@ -265,10 +282,11 @@ def forward(
     """One layer. Enters with the combine of microbatch b pending, and leaves so.
 
     Args:
-      w: the weights that are there; None in the place of the others.
-      later: these travel while b is in the first stage.
-      room: of all turns, for what is kept in host memory. What is known before the last stage has arrived there when a
-        enters that: the rounds of its experts are a loop with collectives, which on TPU no transfer crosses.
+      w: the weights that are there when a leaves the first stage; None in the place of the others.
+      later: these travel while b is in it.
+      room: of all turns, for what is kept in host memory. What a enters with has arrived there when it leaves the first
+        stage, what else is known before the last one when a enters that: the rounds of its experts are a loop with
+        collectives, which on TPU no transfer crosses.
       turn: of the layer.
 
     Returns:
@@ -285,18 +303,23 @@ def forward(
     def through(stage: Stage, xs: Microbatches) -> Microbatches:
         for of, x in zip(tape, xs, strict=True):
             of[input_name(stage.name)] = x
-        return stagger(functools.partial(run, stage), [without_slots(stage.enter(x)) for x in xs], (0, 1))
+        entered = [without_slots(stage.enter(x)) for x in xs]
+        return stagger(functools.partial(run, stage), entered, (0, 1), stage.leave)
 
     a, b = xs
+    input_of_a: Tape = [{input_name(first.name): a}, {}]
+    with_a = written(room, turn, input_of_a)
     a, b = through(first, [a, layer.combine(b)])  # b's combine travels while a attends
+    a, w = barrier(a, w)
     b, (more, ahead) = barrier(b, later(a))
+    a, room = barrier(a, with_a)
     w, xs = merged(w, more), [a, b]
     for stage in middle:
         xs = through(stage, xs)
-    early = set(tape[0])
-    xs[0], room = barrier(xs[0], written(room, turn, tape))
+    early = without(tape, input_of_a)
+    xs[0], room = barrier(xs[0], written(room, turn, early))
     a, b = through(last, xs)
-    return [layer.combine(a), b], tape, written(room, turn, only(tape, tape[0].keys() - early)), ahead
+    return [layer.combine(a), b], tape, written(room, turn, without(tape, joined(input_of_a, early))), ahead
 
 
 def backward(
@@ -309,6 +332,7 @@ def backward(
 
     Small letters are replayed, and capitals pulled back.
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
+    One also stands where a stage is replayed whose output was kept, for it to be replayed there.
 
     Args:
       w: as of `forward`.
@@ -338,7 +362,10 @@ def backward(
         """Stage n of microbatch i -> what it gives the next one: kept, or computed again."""
         fn = functools.partial(stages[n], given=given[i], kept=tape[i])
         y, pulls[n, i] = vjp(lambda w, x: fn(w, x)[0], w[stages[n].name], x)
-        return y if n == last else tape[i].get(input_name(stages[n + 1].name), y)
+        known = None if n == last else tape[i].get(input_name(stages[n + 1].name))
+        if known is not None:
+            pulls[n, i], y = barrier(pulls[n, i], known)
+        return y
 
     def pull(n: int, i: int, dy: Tree) -> Tree:
         if n < last:

@@ -159,6 +159,24 @@ def test_half_of_a_layer_s_weights_travels_at_once_and_the_rest_when_a_microbatc
         assert [sorted(of_half) for of_half in found] == halves
 
 
+def test_the_second_half_of_a_layer_s_weights_follows_the_first():
+    jaxpr = layers("batch_split")[0]
+    gathers = [e for e in jaxpr.eqns if e.primitive.name == "all_gather" and "fsdp" in e.params["axis_name"]]
+    before = [jaxprs.ancestors(jaxpr, eqn) for eqn in gathers]
+    waits = [sum(not of.isdisjoint(other.outvars) for other in gathers) for of in before]
+    first, second = waits.count(0), len(waits) - waits.count(0)
+    assert first and second
+    assert sorted(waits) == [0] * first + [first] * second
+
+
+def test_no_microbatch_waits_for_the_tokens_of_the_other():
+    jaxpr = layers("batch_split")[0]
+    gathers = [e for e in jaxpr.eqns if e.primitive.name == "all_gather" and "expert" in e.params["axis_name"]]
+    of_devices = (2 * tiny.LENGTH, MODEL.hidden_size)
+    a, b = (eqn for eqn in gathers if eqn.outvars[0].aval.shape == of_devices)
+    assert jaxprs.ancestors(jaxpr, b).isdisjoint(a.outvars)
+
+
 def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():
     split = dataclasses.replace(MODEL, num_attention_heads=tiny.FOUR_HEADS.num_attention_heads)
     config = configured(split, "batch_split", (2, 2, 2), context_parallel=True)
@@ -258,10 +276,13 @@ def test_what_is_offloaded_goes_to_host_memory_and_comes_back():
 
 
 def test_what_is_offloaded_has_arrived_before_the_last_stage_whose_rounds_no_transfer_crosses():
-    """Numbers stay where they are."""
+    """And a's input when that has attended. Numbers stay where they are."""
     forward, _ = layers("batch_split", offload=("attention_input", "attention", "expert_up"))
-    held = [in_host_memory(eqn) for name, eqn, _ in jaxprs.equations(forward) if name == "optimization_barrier"]
-    assert [n for n in held if n] == [2 * 4]  # per microbatch: input, output, log-sum-exp; room for the up product
+    there = [eqn for eqn in forward.eqns if in_host_memory(eqn)]
+    barriers = [eqn for eqn in there if eqn.primitive.name == "optimization_barrier"]
+    sent = {v for eqn in there if eqn not in barriers for v in eqn.outvars}
+    assert [in_host_memory(eqn) for eqn in barriers] == [2 * 4] * 2  # per microbatch: input, output, log-sum-exp, up
+    assert [len(sent.intersection(eqn.invars)) for eqn in barriers] == [1, 5]
 
 
 def test_the_first_round_of_experts_does_not_wait_for_what_is_on_its_way():

@@ -131,7 +131,7 @@ class Network:
             ends = {"combine": _same, "uncombine": _same, "spread": lambda _, dy: dy, "pending": _same}
             return schedule.Layer((attend, mlp), **ends, observe=observe, always=("selection",))
         capacity = self.config.schedule.capacity
-        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, self.float8))
+        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, self.float8), leave=moe.beside_stream)
         experts = schedule.Stage("experts", functools.partial(moe.experts, c), functools.partial(moe.take, capacity))
         pending = functools.partial(moe.pending, c, self.float8, capacity)
         return schedule.Layer(
