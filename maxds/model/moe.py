@@ -189,26 +189,29 @@ def choose(c: Model, scores: jax.Array, bias: jax.Array | None) -> jax.Array:
 
     The bias takes part in the choice only, never in the weights (V3, section 2.1.2).
     """
-    scores = lax.stop_gradient(scores if bias is None else scores + bias)
+    scores = lax.stop_gradient(scores if bias is None else scores + bias).T  # so that a TPU's lanes are tokens
     if c.n_group > 1:
-        groups = scores.reshape(len(scores), c.n_group, -1)
+        groups = scores.reshape(c.n_group, -1, scores.shape[1])
         best = 2 if c.topk_method == "noaux_tc" else 1
-        _, top = largest(jnp.sum(largest(groups, best)[0], axis=-1), c.topk_group)
-        allowed = jnp.any(jax.nn.one_hot(top, c.n_group, dtype=bool), axis=1)
-        scores = jnp.where(allowed[..., None], groups, jnp.finfo(scores.dtype).min).reshape(scores.shape)
-    return largest(scores, c.num_experts_per_tok)[1].astype(jnp.int32)
+        _, top = largest(jnp.sum(largest(groups, best)[0], axis=1), c.topk_group)
+        allowed = jnp.any(top == jnp.arange(c.n_group)[:, None, None], axis=1)
+        scores = jnp.where(allowed[:, None], groups, jnp.finfo(scores.dtype).min).reshape(scores.shape)
+    return largest(scores, c.num_experts_per_tok)[1].T
 
 
 def largest(x: jax.Array, count: int) -> tuple[jax.Array, jax.Array]:
-    """As `lax.top_k`, of few of the numbers: TPUs sort for that, and take ten times as long. None may be -inf."""
-    place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 1)
+    """As `lax.top_k`, of few of the numbers of each column, [... N T] -> [... count T]; none may be -inf.
+
+    TPUs sort for `lax.top_k`, and take ten times as long.
+    """
+    place = lax.broadcasted_iota(jnp.int32, x.shape, x.ndim - 2)
 
     def one(x, _):
-        best = jnp.argmax(x, axis=-1)
-        return jnp.where(place == best[..., None], -jnp.inf, x), (jnp.max(x, axis=-1), best)
+        best = jnp.argmax(x, axis=-2, keepdims=True).astype(jnp.int32)
+        return jnp.where(place == best, -jnp.inf, x), (jnp.max(x, axis=-2), best.squeeze(-2))
 
     _, found = lax.scan(one, x, length=count)
-    values, places = (jnp.moveaxis(a, 0, -1) for a in found)
+    values, places = (jnp.moveaxis(a, 0, -2) for a in found)
     return values, places
 
 

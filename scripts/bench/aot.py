@@ -24,6 +24,9 @@ SPLIT = "mesh.context_parallel=true"
 HALVES = "precision.params=bfloat16 precision.grads=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
 SMALL = f"{ALONE} {HALVES}"
 AWAY = "optimizer.state_memory=host"
+V5P = (  # as in scripts/launch/v5p-8x8x8.yaml
+    "data.global_batch=16384 optimizer.accumulate_steps=4 schedule.offload=[attention_input,dispatch_input]"
+)
 
 
 def growing(devices: int, sequences: int = 8) -> str:
@@ -39,7 +42,7 @@ ROWS = {
     "tpu7x-fp8-experts": ("tpu7x:4x8x8", 1, "precision.matmul=fp8_experts"),
     "tpu7x-half": ("tpu7x:4x4x8", 1, "optimizer.accumulate_steps=10"),
     "tpu7x-256": ("tpu7x:4x4x8", 1, growing(256)),
-    "v5p": ("v5p:8x8x8", 1, ""),
+    "v5p": ("v5p:8x8x8", 1, V5P),
     "v5p-plain": ("v5p:8x8x8", 1, "schedule.kind=plain"),
     "v6e": ("v6e:16x16", 1, f"{SMALL} {AWAY} {SPLIT} mesh.expert=16 data.global_batch=256"),
     "slices-2": ("tpu7x:4x8x8", 2, "mesh.data=2 data.global_batch=30720"),
