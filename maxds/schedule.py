@@ -219,23 +219,23 @@ def joined(tape: Tape, more: Tape) -> Tape:
     return [of | of_more for of, of_more in zip(tape, more, strict=True)]
 
 
+def within(tape: Tape, other: Tape) -> Tape:
+    """What of a tape another one of the same layer has, too."""
+    return [{name: a for name, a in of.items() if name in of_other} for of, of_other in zip(tape, other, strict=True)]
+
+
 def without(tape: Tape, other: Tape) -> Tape:
     """A tape without what another one of the same layer has."""
     return [
-        {name: value for name, value in of.items() if name not in of_other}
-        for of, of_other in zip(tape, other, strict=True)
+        {name: a for name, a in of.items() if name not in of_other} for of, of_other in zip(tape, other, strict=True)
     ]
 
 
 def written(room: Tape, turn: jax.Array | int, tape: Tape) -> Tape:
     """The tapes of all turns, stacked, with what they have room for of that of one turn."""
-    new = without(tape, without(tape, room))
-    own = without(room, without(room, new))
-
-    def into(stack: jax.Array, a: jax.Array) -> jax.Array:
-        return lax.dynamic_update_index_in_dim(stack, a, turn, 0)
-
-    return joined(room, jax.tree.map(into, own, host.put_as(new, own)))
+    own = within(room, tape)
+    new = host.put_as(within(tape, room), own)
+    return joined(room, jax.tree.map(lambda of, a: lax.dynamic_update_index_in_dim(of, a, turn, 0), own, new))
 
 
 def merged(w: Tree, more: Tree) -> Tree:
