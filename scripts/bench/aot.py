@@ -24,6 +24,7 @@ SPLIT = "mesh.context_parallel=true"
 HALVES = "precision.params=bfloat16 precision.grads=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
 SMALL = f"{ALONE} {HALVES}"
 AWAY = "optimizer.state_memory=host"
+KEEP = "schedule.keep=[dispatch_input]"  # where there is room: attention's output projection is not computed again
 V5P = (  # as in scripts/launch/v5p-8x8x8.yaml
     "data.global_batch=16384 optimizer.accumulate_steps=4 schedule.offload=[attention_input,dispatch_input]"
 )
@@ -48,11 +49,11 @@ ROWS = {
     "slices-2": ("tpu7x:4x8x8", 2, "mesh.data=2 data.global_batch=30720"),
     "chips-64": ("tpu7x:4x4x4", 1, f"{SMALL} {AWAY} data.global_batch=1024"),
     "chips-64-float32": ("tpu7x:4x4x4", 1, f"{AWAY} optimizer.params_memory=host data.global_batch=3840"),
-    "chips-512": ("tpu7x:4x8x16", 1, growing(1024)),
-    "chips-1024": ("tpu7x:4x16x16", 1, growing(2048)),
+    "chips-512": ("tpu7x:4x8x16", 1, f"{growing(1024)} {KEEP}"),
+    "chips-1024": ("tpu7x:4x16x16", 1, f"{growing(2048)} {KEEP}"),
     "chips-4096": ("tpu7x:4x32x32", 1, f"{growing(8192)} mesh.data=32"),
     "chips-4096-slices": ("tpu7x:4x16x16", 4, f"{growing(8192)} mesh.data=4"),
-    "sequence-8k": ("tpu7x:4x8x8", 1, f"{growing(512, 4)} data.sequence_length=8192"),
+    "sequence-8k": ("tpu7x:4x8x8", 1, f"{growing(512, 4)} {KEEP} data.sequence_length=8192"),
     "sequence-32k": ("tpu7x:4x8x8", 1, f"{ALONE} {SPLIT} data.global_batch=512 data.sequence_length=32768"),
     "sequence-128k": ("tpu7x:4x8x8", 1, f"{ALONE} {SPLIT} data.global_batch=128 data.sequence_length=131072"),
     "v3.2": ("tpu7x:4x8x8", 1, ""),
