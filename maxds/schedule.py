@@ -285,8 +285,8 @@ def forward(
       w: the weights that are there when a leaves the first stage; None in the place of the others.
       later: these travel while b is in it.
       room: of all turns, for what is kept in host memory. What a enters with has arrived there when it leaves the first
-        stage, what else is known before the last one when a enters that: the rounds of its experts are a loop with
-        collectives, which on TPU no transfer crosses.
+        stage; what b enters with, and what else is known of a, when a enters the last one; and of b when b does. For
+        the rounds of experts are loops with collectives, which on TPU no transfer crosses, and hosts have one link.
       turn: of the layer.
 
     Returns:
@@ -306,9 +306,9 @@ def forward(
         entered = [without_slots(stage.enter(x)) for x in xs]
         return stagger(functools.partial(run, stage), entered, (0, 1), stage.leave)
 
-    a, b = xs
-    input_of_a: Tape = [{input_name(first.name): a}, {}]
-    with_a = written(room, turn, input_of_a)
+    (a, b), entry = xs, input_name(first.name)
+    entered: Tape = [{entry: a}, {}]
+    with_a = written(room, turn, entered)
     a, b = through(first, [a, layer.combine(b)])  # b's combine travels while a attends
     a, w = barrier(a, w)
     b, (more, ahead) = barrier(b, later(a))
@@ -316,10 +316,12 @@ def forward(
     w, xs = merged(w, more), [a, b]
     for stage in middle:
         xs = through(stage, xs)
-    early = without(tape, input_of_a)
-    xs[0], room = barrier(xs[0], written(room, turn, early))
-    a, b = through(last, xs)
-    return [layer.combine(a), b], tape, written(room, turn, without(tape, joined(input_of_a, early))), ahead
+    known = without(tape, entered)
+    early = [known[0], only(known, [entry])[1]]
+    a, room = barrier(xs[0], written(room, turn, early))
+    b, room = layer.stages[-2].leave(xs[1], written(room, turn, without(known, early)))
+    a, b = through(last, [a, b])
+    return [layer.combine(a), b], tape, written(room, turn, without(tape, joined(entered, known))), ahead
 
 
 def backward(

@@ -276,13 +276,13 @@ def test_what_is_offloaded_goes_to_host_memory_and_comes_back():
 
 
 def test_what_is_offloaded_has_arrived_before_the_last_stage_whose_rounds_no_transfer_crosses():
-    """And a's input when that has attended. Numbers stay where they are."""
-    forward, _ = layers("batch_split", offload=("attention_input", "attention", "expert_up"))
+    """a's input when that has attended, b's with the rest of a's, the rest of b's last. Numbers stay where they are."""
+    forward, _ = layers("batch_split", offload=("attention_input", "attention", "dispatch_input", "expert_up"))
     there = [eqn for eqn in forward.eqns if in_host_memory(eqn)]
     barriers = [eqn for eqn in there if eqn.primitive.name == "optimization_barrier"]
     sent = {v for eqn in there if eqn not in barriers for v in eqn.outvars}
-    assert [in_host_memory(eqn) for eqn in barriers] == [2 * 4] * 2  # per microbatch: input, output, log-sum-exp, up
-    assert [len(sent.intersection(eqn.invars)) for eqn in barriers] == [1, 5]
+    assert [in_host_memory(eqn) for eqn in barriers] == [2 * 5] * 3  # per microbatch: inputs, output, log-sum-exp, up
+    assert [len(sent.intersection(eqn.invars)) for eqn in barriers] == [1, 4, 3]
 
 
 def test_the_first_round_of_experts_does_not_wait_for_what_is_on_its_way():
