@@ -4,7 +4,8 @@ Compiles, on a machine without any TPU, the very train step that `maxds.train` r
 need and cost: memory, FLOPs, traffic, and the time that its schedule takes. `--json=FILE` writes the figures,
 `--plot=FILE.png` (or `.html`, which can be magnified) draws one layer forward and one backward, `--aot=FILE` keeps the
 program for `maxds.train --aot=FILE`.
-Of what does not fit, it prints the changes that should; `--fix` compiles these, the cheapest first, until one does.
+Of what does not fit, it prints the changes that should; `--fix` compiles these, the cheapest first, until one does. Of
+what fits, it prints what the room that is left is best used for.
 
 exit code 0   compiled; it fits                     2   a mistake in the config, mesh or topology, or no libtpu
           1   a defect of maxds or the machine      8   compiled for nothing: it does not fit into the device's memory
@@ -114,7 +115,11 @@ def examine(
     config, costs = stepper.config, Costs(module, target.chip, target.peak, target.filled)
     parts = config.optimizer.accumulate_steps if config.data.grows else None  # of a whole batch
     walked = timeline.walk(module, costs, network.route, parts)
-    found["fit"] = report.fit(fit.of_executable(compiled.memory_analysis(), target.chip.hbm_bytes), module)
+    fits = fit.of_executable(compiled.memory_analysis(), target.chip.hbm_bytes)
+    found["fit"] = report.fit(fits, module)
+    if fits.peak is not None:
+        more = remedies.spare(stepper, target.chip, target.peak, fits.limit - fits.peak)
+        found |= {"spare": report.spare(fits, more)} if more else {}
     found["cost"] = report.cost(target, module, walked, network)
     if plot is not None:
         picture.write(walked, plot, *_titles(target, found["cost"]))

@@ -29,7 +29,7 @@ def compiled(tmp_path_factory):
     """Text and figures of a tiny model on the smallest topology, and the picture."""
     folder = tmp_path_factory.mktemp("compiled")
     files = f"--json={folder}/out.json", f"--plot={folder}/out.png", f"--aot={folder}/out.aot"
-    result = command(TINY, "--topology=tpu7x:2x2x1", *files, "loss.balance=0")
+    result = command(TINY, "--topology=tpu7x:2x2x1", *files, "loss.balance=0", "schedule.keep=[attention]")
     assert (result.returncode, result.stderr) == (0, "")
     return result.stdout, json.loads((folder / "out.json").read_text()), folder / "out.png"
 
@@ -45,6 +45,9 @@ def test_a_step_is_compiled_for_a_tpu_that_is_not_here(compiled):
     assert any("state.params" in buffer["op_name"] for buffer in fit["buffers"])
     assert text.startswith("tpu7x:2x2x1: 8 devices (TPU7x), data=2 fsdp=2 expert=2\n")
     assert "Fit: it fits" in text and "Assumptions" in text
+    assert found["spare"]["overrides"] == ["schedule.keep=[attention,mlp_input,mlp_up,dispatch_input,expert_up]"]
+    assert 0 < -found["spare"]["saved"] < found["spare"]["left"] == fit["limit"] - fit["peak"]
+    assert re.search(r"what could be kept.*\n  'schedule\.keep=.*' +0\.000 +94\.738 +0\.000\n", text)
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -55,7 +58,7 @@ from maxds.aot import executable, topology
 from maxds.config import Config
 
 topology.prepare()
-config, _ = loader.load(Config, sys.argv[1], ["loss.balance=0"])
+config, _ = loader.load(Config, sys.argv[1], ["loss.balance=0", "schedule.keep=[attention]"])
 stepper = step.make(config, mesh.make(config.mesh, topology.devices("tpu7x:2x2x1")))
 try:
     executable.load(sys.argv[2], stepper)

@@ -129,13 +129,13 @@ def test_parts_of_less_than_a_sequence_a_device_have_sequences_split():
     assert split[0].saved == pytest.approx(held(base) - held(changed(split[0], base)), abs=eights)
 
 
-def test_the_cheapest_of_a_kind_is_found():
-    """Of all ways to drop or to send what layers keep that save so much, the one of the least seconds."""
-    missing, m, tokens = 4000, BASE.model, tiny.ROWS * tiny.LENGTH / 8
+def computed_again(config):
+    """Name -> seconds of a step, at the peak, where it is not kept."""
+    m, tokens = config.model, tiny.ROWS * tiny.LENGTH / 8
     dense, sparse = m.first_k_dense_replace, m.num_moe_layers + m.num_nextn_predict_layers
     scores = m.num_attention_heads * (m.qk_head_dim + m.v_head_dim) * tiny.LENGTH / 2
     output = m.num_attention_heads * m.v_head_dim * m.hidden_size
-    routed = BASE.schedule.capacity * m.num_experts_per_tok
+    routed = config.schedule.capacity * m.num_experts_per_tok
     multiplies = {
         "attention": (dense + sparse) * scores,
         "mlp_input": dense * output,
@@ -143,15 +143,21 @@ def test_the_cheapest_of_a_kind_is_found():
         "dispatch_input": sparse * output,
         "expert_up": sparse * routed * 2 * m.hidden_size * m.moe_intermediate_size,
     }
+    return {name: 2 * tokens * count / PEAK for name, count in multiplies.items()}
+
+
+def test_the_cheapest_of_a_kind_is_found():
+    """Of all ways to drop or to send what layers keep that save so much, the one of the least seconds."""
+    missing, again = 4000, computed_again(BASE)
     size = kept(BASE)
     seconds = []
     for sent_input in (False, True):
-        for choice in itertools.product("keep send drop".split(), repeat=len(multiplies)):
-            to = dict(zip(multiplies, choice, strict=True)) | {"attention_input": "send" if sent_input else "keep"}
+        for choice in itertools.product("keep send drop".split(), repeat=len(again)):
+            to = dict(zip(again, choice, strict=True)) | {"attention_input": "send" if sent_input else "keep"}
             moved = sum(size[name] for name, where in to.items() if where == "send")
-            again = sum(2 * tokens * multiplies[name] for name, where in to.items() if where == "drop")
+            lost = sum(again[name] for name, where in to.items() if where == "drop")
             if sum(size[name] for name, where in to.items() if where != "keep") >= missing:
-                seconds.append(2 * moved / 1e9 + again / PEAK)
+                seconds.append(2 * moved / 1e9 + lost)
     found = remedies.changes(tiny.stepper(BASE), CHIP, PEAK, missing)
     (schedule,) = (c for c in found if all(o.startswith("schedule.") for o in c.overrides))
     assert schedule.seconds == pytest.approx(min(seconds))
@@ -168,3 +174,24 @@ def test_more_parts_leave_whole_ones_to_the_batches_of_a_ramp():
     parts = dataclasses.replace(config.optimizer, accumulate_steps=3)
     found = remedies._parts(tiny.stepper(dataclasses.replace(config, data=data, optimizer=parts)))
     assert [setting["optimizer"]["accumulate_steps"] for setting in found] == [6, 12, 24]
+
+
+@pytest.mark.parametrize("room", [1, 2_000, 5_000, 20_000, 1e6])
+@pytest.mark.parametrize("offload", [(), ("mlp_up", "attention_input")])
+def test_of_what_is_computed_again_the_best_that_there_is_room_for_is_found(room, offload):
+    base = tiny.config(kind="batch_split", mesh=MESH, keep=("mlp_input",), offload=offload)
+    found, size = remedies.spare(tiny.stepper(base), CHIP, PEAK, room), kept(base)
+    again = {name: n for name, n in computed_again(base).items() if name not in ("mlp_input", *offload)}
+    choices = [names for n in range(5) for names in itertools.combinations(again, n)]
+    best = max(sum(again[n] for n in names) for names in choices if sum(size[n] for n in names) <= room)
+    if best == 0:
+        assert found is None
+        return
+    assert found.seconds == pytest.approx(-best)
+    assert held(changed(found, base)) - held(base) == -found.saved <= room
+    assert len(found.overrides) == 1 and not found.rounds
+
+
+def test_where_nothing_is_computed_again_room_is_of_no_use():
+    for config in (tiny.config(keep=("everything",)), BASE):
+        assert remedies.spare(tiny.stepper(config), CHIP, PEAK, 1e12) is None

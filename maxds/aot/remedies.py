@@ -1,8 +1,8 @@
-"""What would fit, where a step does not: changes to its config, by what they save and cost, from shapes alone.
+"""What would fit, where a step does not, and what would be faster, where it leaves room: from shapes alone.
 
-A change saves what it takes away of the state, of the sums of gradients, and of what layers keep for their backward
-pass. All else that the compiler needs is taken to stay, though smaller parts of a batch need less of it; and what is
-saved is taken to be there at the peak. So a compilation has the last word.
+A change to the config saves what it takes away of the state, of the sums of gradients, and of what layers keep for
+their backward pass. All else that the compiler needs is taken to stay, though smaller parts of a batch need less of it;
+and what is saved is taken to be there at the peak. So a compilation has the last word.
 """
 
 import contextlib
@@ -28,11 +28,11 @@ Setting = dict[str, dict[str, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """A change after which a step should fit."""
+    """A change after which a step should fit, or take less time."""
 
     overrides: tuple[str, ...]  # to type
-    saved: float  # bytes of a device
-    seconds: float  # that a step takes longer, at full rates
+    saved: float  # bytes of a device; less than none, where it needs more
+    seconds: float  # that a step takes longer, at full rates; less than none, where it is faster
     rounds: bool  # whether it trains with other numbers
 
 
@@ -58,6 +58,21 @@ def changes(stepper: Stepper, chip: Chip, peak: float, missing: float) -> list[C
             if fitting := [change for change in tried if change.saved >= missing]:
                 found[chosen] = min(fitting, key=lambda change: (change.seconds, -change.saved))
     return sorted(found.values(), key=lambda change: (change.rounds, change.seconds))
+
+
+def spare(stepper: Stepper, chip: Chip, peak: float, room: float) -> Change | None:
+    """What is best kept of what layers compute again, in so many bytes of a device; None: no more fits, or nothing is.
+
+    The other arguments are those of `changes`.
+    """
+    schedule = stepper.config.schedule
+    kept = {*schedule.keep, *schedule.offload, "attention_input"}  # that of every layer is kept somewhere
+    again = [] if "everything" in kept else [name for name in STAGE_NAMES if name not in kept]
+    budget = _Budget(stepper, chip, peak)
+    choices = itertools.chain.from_iterable(itertools.combinations(again, n + 1) for n in range(len(again)))
+    tried = (budget.change(({"schedule": {"keep": schedule.keep + more}},)) for more in choices)
+    fitting = (change for change in tried if -room <= change.saved < 0)
+    return min(fitting, key=lambda change: (change.seconds, -change.saved), default=None)
 
 
 def _changed(config: Config, settings: tuple[Setting, ...]) -> Config:

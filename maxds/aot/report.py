@@ -90,6 +90,12 @@ def remedies(changes: list[Change], refused: Fit) -> list[dict]:
     return [dataclasses.asdict(c) | {"total": refused.total - c.saved} for c in changes]
 
 
+def spare(found: Fit, change: Change) -> dict:
+    """What of the room that a step leaves is best used for."""
+    assert found.peak is not None
+    return dataclasses.asdict(change) | {"left": found.limit - found.peak}
+
+
 def _buffer(module: Module, b: Buffer) -> dict:
     name = module.op_name(b.instruction).replace("\\'", "'")
     return {"bytes": b.bytes, "shape": b.shape, "op_name": name, **_place(module, b.instruction)}
@@ -280,6 +286,8 @@ def text(data: dict) -> str:
         blocks.append(_allocations_text(data["fit"]["allocations"]))
     if "remedies" in data:
         blocks.append(_remedies_text(data["remedies"], data["fit"]["limit"]))
+    if "spare" in data:
+        blocks.append(_spare_text(data["spare"]))
     if "cost" in data:
         blocks += [_buffers_text(data["fit"]), _cost_text(data["cost"]), _collectives_text(data["cost"])]
         blocks += [_worst_text(data["cost"]), _copies_text(data["cost"]), _basis_text(data["cost"])]
@@ -347,6 +355,13 @@ def _remedies_text(changes: list[dict], limit: float) -> str:
         amounts = _gib(c["saved"]), _gib(limit - c["total"]), _ms(c["seconds"])
         rows.append((shlex.join(c["overrides"]), *amounts, "rounds the moments" if c["rounds"] else ""))
     return "\n".join([_rows(rows), *(f"  {line}" for line in REMEDIES)])
+
+
+def _spare_text(change: dict) -> str:
+    amounts = _gib(-change["saved"]), _gib(change["left"]), _ms(-change["seconds"])
+    rows = [("what could be kept, and not computed again", "GiB more", "of GiB left", "ms a step less")]
+    rows.append((shlex.join(change["overrides"]), *amounts))
+    return "\n".join([_rows(rows), "  from shapes, at full rates: compile it to be sure"])
 
 
 def _within(op_name: str) -> str:
