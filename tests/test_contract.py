@@ -177,6 +177,25 @@ def test_no_microbatch_waits_for_the_tokens_of_the_other():
     assert jaxprs.ancestors(jaxpr, b).isdisjoint(a.outvars)
 
 
+def test_a_stage_whose_output_is_kept_is_replayed_before_the_next_one():
+    """Before tokens travel there are the same products, but for b's output projection, then both."""
+
+    def products_before_tokens(keep):
+        jaxpr = layers("batch_split", keep=keep)[1]
+        found = []
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "all_gather" and eqn.outvars[0].aval.shape == (2 * tiny.LENGTH, MODEL.hidden_size):
+                before = jaxprs.ancestors(jaxpr, eqn)
+                there = SimpleNamespace(eqns=[e for e in jaxpr.eqns if not before.isdisjoint(e.outvars)])
+                found.append(jaxprs.count(there)["dot_general"])
+        return sorted(found)
+
+    kept, again = (products_before_tokens(keep) for keep in (("attention", "dispatch_input"), ("attention",)))
+    # The cotangent of what b's combine gave, dispatch of b and of a, the cotangent of a.
+    assert [n - m for n, m in zip(again, kept, strict=True)] == [0, 1, 2, 2]
+    assert kept[0] == 0 < kept[1]
+
+
 def test_split_sequences_travel_once_each_way_and_are_multiplied_as_often():
     split = dataclasses.replace(MODEL, num_attention_heads=tiny.FOUR_HEADS.num_attention_heads)
     config = configured(split, "batch_split", (2, 2, 2), context_parallel=True)
