@@ -307,8 +307,8 @@ def forward(
         return stagger(functools.partial(run, stage), entered, (0, 1), stage.leave)
 
     (a, b), entry = xs, input_name(first.name)
-    entered: Tape = [{entry: a}, {}]
-    with_a = written(room, turn, entered)
+    input_of_a: Tape = [{entry: a}, {}]
+    with_a = written(room, turn, input_of_a)
     a, b = through(first, [a, layer.combine(b)])  # b's combine travels while a attends
     a, w = barrier(a, w)
     b, (more, ahead) = barrier(b, later(a))
@@ -316,12 +316,12 @@ def forward(
     w, xs = merged(w, more), [a, b]
     for stage in middle:
         xs = through(stage, xs)
-    known = without(tape, entered)
+    known = without(tape, input_of_a)
     early = [known[0], only(known, [entry])[1]]
     a, room = barrier(xs[0], written(room, turn, early))
     b, room = layer.stages[-2].leave(xs[1], written(room, turn, without(known, early)))
     a, b = through(last, [a, b])
-    return [layer.combine(a), b], tape, written(room, turn, without(tape, joined(entered, known))), ahead
+    return [layer.combine(a), b], tape, written(room, turn, without(tape, joined(input_of_a, known))), ahead
 
 
 def backward(
