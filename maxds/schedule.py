@@ -370,10 +370,9 @@ def backward(
         return y
 
     def pull(n: int, i: int, dy: Tree) -> Tree:
-        if n < last:
-            (dy,) = enters[n + 1, i](dy)
+        """The cotangent of what stage n of microbatch i gives -> that of what the one before gives."""
         dws[i][stages[n].name], dx = pulls[n, i](dy)
-        return dx
+        return enters[n, i](dx)[0] if n else dx
 
     a, b = (of[input_name(stages[0].name)] for of in tape)
     da, db = dxs[0], layer.uncombine(dxs[1])

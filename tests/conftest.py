@@ -10,7 +10,7 @@ import pytest
 import running
 from jax.experimental.compilation_cache import compilation_cache
 
-from maxds.model.tiles import causal, gates, groups, sums, window
+from maxds.model.tiles import causal, gates, groups, home, sums, window
 
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
@@ -53,6 +53,7 @@ def interpreted(monkeypatch):
         (causal, ("attend", "attend_backward")),
         (gates, ("gated", "gated_backward", "rounded", "rounded_backward", "times")),
         (groups, ("multiply", "multiply_transposed")),
+        (home, ("sum_rows",)),
         (sums, ("index_scores", "index_scores_backward", "attention_to")),
         (window, ("attend", "attend_backward")),
     ):

@@ -199,7 +199,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from maxds import loader, trial
 from maxds.aot import topology
 from maxds.config import Config
-from maxds.model.tiles import causal, gates, groups, sums, window
+from maxds.model.tiles import causal, gates, groups, home, sums, window
 from maxds.quantize import BACKWARD, FORWARD, Scaled
 
 topology.prepare()
@@ -265,6 +265,7 @@ for kernel, args in {
     lambda *args: gates.gated_backward(*args, None): gated,
     functools.partial(causal.attend): of_rows(qk, keys, v, of_all),
     attend_backward: of_rows(qk, keys, v, of_all, (v, lse)),
+    home.sum_rows: (of(1024, 7168), of(1024, dtype=jnp.int32), sizes),
     **grouped(*[jnp.bfloat16] * 3),
     **float8,
     **long,

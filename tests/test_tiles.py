@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from maxds.model import indexer, kernels, ops, sparse, window
 from maxds.model.indexer import Attended, Index
 from maxds.model.kernels import Keys
-from maxds.model.tiles import LANES, causal, gates, groups, sums
+from maxds.model.tiles import LANES, causal, gates, groups, home, sums
 from maxds.model.tiles import window as window_tiles
 from maxds.quantize import BACKWARD, FORWARD, Scaled, quantize
 
@@ -391,6 +391,23 @@ def test_products_of_float8_are_those_of_its_values():
         assert_close(found[:end], expected[:end])
 
 
+@pytest.mark.parametrize(
+    "sizes", [[100, 0, 300, 60], [640, 0, 0, 0], [128, 128, 128, 128], [0, 1, 0, 639], [0, 0, 0, 0]]
+)
+def test_each_token_gets_the_sum_of_its_rows_and_no_other_is_read(sizes):
+    total, tokens = sum(sizes), np.random.default_rng(15).integers(0, home.TOKENS, 640)
+    (rows,) = draw(15, (640, 256))
+    expected = np.zeros((4 * home.TOKENS, 256), np.float32)
+    np.add.at(expected, np.repeat(np.arange(4) * home.TOKENS, sizes) + tokens[:total], rows[:total])
+    args = rows.at[total:].set(jnp.nan), jnp.asarray(tokens, jnp.int32), jnp.asarray(sizes, jnp.int32)
+    assert_close(home.sum_rows(*args, interpret=SIMULATED), expected)
+
+
+def test_rows_that_do_not_divide_are_not_for_the_sum_in_blocks():
+    assert home.can_sum(640, 512, 256)
+    assert not home.can_sum(600, 512, 256) and not home.can_sum(640, 500, 256) and not home.can_sum(640, 512, 128)
+
+
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("all_groups", [False, True])
 def test_each_tile_that_has_rows_of_a_group_is_visited_once_for_it_and_groups_in_turn(sizes, all_groups):
@@ -441,6 +458,7 @@ def test_two_cores_of_a_device_share_the_heads_of_attention_and_what_is_wide_of_
         (functools.partial(groups.multiply, dtype=jnp.float32), (x, w, sizes)),
         (functools.partial(groups.multiply_transposed, dtype=jnp.float32), (x, dy, sizes)),
         (functools.partial(gates.gated, limit=None), (up, weights, count)),
+        (home.sum_rows, (jnp.zeros((256, 256)), jnp.zeros(256, jnp.int32), jnp.zeros(2, jnp.int32))),
     ]:
         found = [eqn for name, eqn, _ in jaxprs.equations(jaxprs.live(fn, *args)) if name == "pallas_call"]
         order = [eqn.params["compiler_params"].dimension_semantics for eqn in found]
@@ -481,3 +499,19 @@ def test_a_layer_with_an_indexer_learns_on_tpu_what_it_learns_on_cpu(monkeypatch
     found = learned(model, LENGTH)
     np.testing.assert_array_equal(found[0], expected[0])
     assert_close(found[1:], expected[1:])
+
+
+@pytest.mark.usefixtures("interpreted")
+def test_where_no_sparse_core_sums_rows_tokens_get_what_they_get_on_cpu(monkeypatch):
+    """Of 256 tokens with 3 choices, 300 of the 768 pairs have one of 384 rows."""
+    rng = np.random.default_rng(16)
+    order = rng.permutation(768)
+    slots = np.argsort(order).reshape(256, 3)
+    routes = kernels.Routes(*map(jnp.asarray, (order[:384], slots, slots < 300)))
+    rows = jnp.asarray(rng.standard_normal((384, 256)), jnp.bfloat16).at[300:].set(jnp.nan)
+    exact = kernels.tokens_of_rows(rows.astype(jnp.float32), routes)
+    monkeypatch.setattr(kernels, "is_tpu", lambda: True)
+    found, pull = jax.vjp(kernels.tokens_of_rows, rows, routes)
+    np.testing.assert_array_equal(found, exact.astype(jnp.bfloat16))
+    np.testing.assert_array_equal(pull(found)[0], jnp.take(found, order[:384] // 3, axis=0))
+    assert jaxprs.count(jaxprs.live(kernels.tokens_of_rows, rows, routes))["pallas_call"] == 1

@@ -34,11 +34,11 @@ SCHEDULED = {
     },
     "v5p": {
         **{"attend_window": 0.93, "attend_selected": 0.80, "attend": 0.86},
-        **{"rows_by_matrices": 1.0, "outer_products": 0.98},
+        **{"rows_by_matrices": 1.0, "outer_products": 0.98, "sums_of_rows": 0.73},
     },
     "v6e": {
         **{"attend_window": 0.66, "attend_selected": 0.43, "attend": 0.48},
-        **{"rows_by_matrices": 0.86, "outer_products": 0.89},
+        **{"rows_by_matrices": 0.86, "outer_products": 0.89, "sums_of_rows": 0.27},
     },
 }
 SCHEDULED_ELSE = 0.4

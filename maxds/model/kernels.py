@@ -35,7 +35,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from qwix import QArray
 
 from maxds.model import hopper, ops, scores, sparse, sparsecores
-from maxds.model.tiles import causal, gates, groups, sums
+from maxds.model.tiles import causal, gates, groups, home, sums
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Scaled, Tree, quantize, slots
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
@@ -525,7 +525,7 @@ def rounds_rows() -> bool:
 class Routes:
     """Which of R rows belong to which of A tokens; a row belongs to a (token, choice) pair."""
 
-    pairs: jax.Array  # [R] int32: the pair of each row; of rows that belong to none, any
+    pairs: jax.Array  # [R] int32: the pair of each row; those that belong to none come last, and have any
     slots: jax.Array  # [A K] int32: the row of each pair
     here: jax.Array  # [A K] bool: whether it has one
 
@@ -560,7 +560,29 @@ def _rows(tokens: Tree, routes: Routes) -> Tree:
 def _sums(rows: jax.Array | Scaled, routes: Routes) -> jax.Array:
     if isinstance(rows, Scaled):
         return _weighted_sums(rows.values, _pairs_of_rows(rows.scale[:, 0].astype(jnp.float32), routes), routes)
+    if _in_blocks(rows, routes):
+        return _sums_of_blocks(rows, routes)
     return _weighted_sums(rows, jnp.ones(routes.slots.shape, jnp.float32), routes)
+
+
+def _in_blocks(rows: jax.Array, routes: Routes) -> bool:
+    tokens, choices = routes.slots.shape
+    alone = is_tpu() and _device_kind() not in SPARSE_CORES and rows.dtype == jnp.bfloat16
+    return alone and choices > 1 and home.can_sum(len(rows), tokens, rows.shape[1])
+
+
+def _sums_of_blocks(rows: jax.Array, routes: Routes) -> jax.Array:
+    """As `_sums`, in blocks of tokens. What finds their rows is a sort of single numbers: (block, row) in one."""
+    count, choices = len(rows), routes.slots.shape[1]
+    sizes = jnp.sum(routes.here.reshape(-1, home.TOKENS * choices), axis=1, dtype=jnp.int32)
+    bits = (count - 1).bit_length()
+    assert (len(sizes) + 1) << bits <= 1 << 32, (len(sizes), count)
+    row, tokens = jnp.arange(count), routes.pairs // choices
+    block = jnp.where(row < jnp.sum(sizes), tokens // home.TOKENS, len(sizes))
+    keys = lax.sort(block.astype(jnp.uint32) << bits | row.astype(jnp.uint32), is_stable=False)
+    order = (keys & (1 << bits) - 1).astype(jnp.int32)
+    rows, tokens = (jnp.take(a, order, axis=0, mode="clip") for a in (rows, tokens % home.TOKENS))
+    return home.sum_rows(rows, tokens, sizes)
 
 
 def _weighted_sums(rows: jax.Array, weights: jax.Array, routes: Routes) -> jax.Array:

@@ -1,5 +1,5 @@
 """Kernels of our own for TPU: tiles of queries by keys, whose scores never leave VMEM; and experts' rows (`groups`,
-`gates`).
+`gates`, `home`).
 
 Tokens lie along the lanes, in arrays [heads size tokens] and in tiles [keys queries]: so heads of 192 are not padded to
 256, and what belongs to a query is spread over a tile without moving between lanes. Several heads share a step, and the

@@ -54,15 +54,15 @@ class Visits(NamedTuple):
         return (row >= self.bounds[self.group[t]]) & (row < self.bounds[self.group[t] + 1])
 
 
-def visits(sizes: Array, rows: int, *, all_groups: bool) -> tuple[Visits, Array]:
+def visits(sizes: Array, rows: int, *, all_groups: bool, tile: int = ROWS) -> tuple[Visits, Array]:
     """The tiles of each group in turn, and how many there are; of groups without rows one, if they are wanted."""
     ends = jnp.cumsum(sizes)
-    first = jnp.minimum((ends - sizes) // ROWS, rows // ROWS - 1)
-    count = jnp.where(sizes > 0, (ends - 1) // ROWS - first + 1, int(all_groups))
+    first = jnp.minimum((ends - sizes) // tile, rows // tile - 1)
+    count = jnp.where(sizes > 0, (ends - 1) // tile - first + 1, int(all_groups))
     last = jnp.cumsum(count)
-    t = jnp.arange(rows // ROWS + len(sizes), dtype=jnp.int32)
+    t = jnp.arange(rows // tile + len(sizes), dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(last, t, side="right", method="compare_all"), len(sizes) - 1)
-    block = jnp.minimum(first[group] + t - (last - count)[group], rows // ROWS - 1)
+    block = jnp.minimum(first[group] + t - (last - count)[group], rows // tile - 1)
     bounds = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     return Visits(*(a.astype(jnp.int32) for a in (group, block, bounds))), last[-1]
 
