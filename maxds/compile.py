@@ -109,7 +109,8 @@ def examine(
         if refused is None:
             raise
         cheapest = remedies.changes(stepper, target.chip, target.peak, refused.total - refused.limit)
-        return found | {"fit": report.fit(refused), "remedies": report.remedies(cheapest, refused)}, None
+        found |= {"fit": report.fit(refused), "remedies": report.remedies(cheapest, refused)}
+        return found | {"smaller_parts": remedies.smaller_parts(stepper)}, None
     module = hlo.parse(compiled.as_text() or "")
     network = Network(stepper.mesh, target.chip, module.partitions)
     config, costs = stepper.config, Costs(module, target.chip, target.peak, target.filled)

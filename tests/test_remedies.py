@@ -10,7 +10,7 @@ import pytest
 import tiny
 
 from maxds import host
-from maxds.aot import remedies, topology
+from maxds.aot import remedies, report, topology
 from maxds.config import Precision, Ramp
 
 CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 4)  # host memory moves 1 GB/s
@@ -165,6 +165,22 @@ def test_the_cheapest_of_a_kind_is_found():
 
 def test_where_nothing_suffices_nothing_is_said():
     assert remedies.changes(tiny.stepper(BASE), CHIP, PEAK, 1e12) == []
+
+
+@pytest.mark.parametrize(
+    ("model", "told"),
+    [
+        (
+            tiny.FOUR_HEADS,
+            "smaller parts of a batch may be, they need less of all else, too: optimizer.accumulate_steps=2",
+        ),
+        (BASE.model, "take more devices, or a smaller model or batch"),  # a sequence of each microbatch and device
+    ],
+)
+def test_where_nothing_suffices_smaller_parts_are_named_if_there_are_any(model, told):
+    parts = remedies.smaller_parts(tiny.stepper(dataclasses.replace(BASE, model=model)))
+    assert report._remedies_text([], parts, 1e12).startswith("No change is enough, as far as shapes tell")
+    assert told in report._remedies_text([], parts, 1e12)
 
 
 def test_more_parts_leave_whole_ones_to_the_batches_of_a_ramp():

@@ -60,6 +60,12 @@ def changes(stepper: Stepper, chip: Chip, peak: float, missing: float) -> list[C
     return sorted(found.values(), key=lambda change: (change.rounds, change.seconds))
 
 
+def smaller_parts(stepper: Stepper) -> tuple[str, ...]:
+    """What to type for the next smaller parts of a batch, which save more than shapes tell; nothing where none are."""
+    setting = next(_parts(stepper), None)
+    return () if setting is None else tuple(_overrides(stepper.config, (setting,)))
+
+
 def spare(stepper: Stepper, chip: Chip, peak: float, room: float) -> Change | None:
     """What is best kept of what layers compute again, in so many bytes of a device; None: no more fits, or nothing is.
 

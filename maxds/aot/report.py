@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -285,7 +285,7 @@ def text(data: dict) -> str:
     if data["fit"]["allocations"]:
         blocks.append(_allocations_text(data["fit"]["allocations"]))
     if "remedies" in data:
-        blocks.append(_remedies_text(data["remedies"], data["fit"]["limit"]))
+        blocks.append(_remedies_text(data["remedies"], data["smaller_parts"], data["fit"]["limit"]))
     if "spare" in data:
         blocks.append(_spare_text(data["spare"]))
     if "cost" in data:
@@ -347,9 +347,13 @@ def _allocations_text(allocations: list[dict]) -> str:
     return _rows(rows)
 
 
-def _remedies_text(changes: list[dict], limit: float) -> str:
+def _remedies_text(changes: list[dict], smaller_parts: Sequence[str], limit: float) -> str:
     if not changes:
-        return "Nothing fits of what can be computed without compiling: take more devices, or a smaller model or batch"
+        nothing = "No change is enough, as far as shapes tell"
+        if smaller_parts:
+            typed = shlex.join(smaller_parts)
+            return f"{nothing}; smaller parts of a batch may be, they need less of all else, too: {typed}"
+        return f"{nothing}: take more devices, or a smaller model or batch"
     rows = [("what should fit: add to the command", "GiB less", "GiB left", "ms a step more", "")]
     for c in changes:
         amounts = _gib(c["saved"]), _gib(limit - c["total"]), _ms(c["seconds"])
