@@ -260,13 +260,15 @@ def assumptions(target: Target) -> list[str]:
     """What the figures rest on."""
     c = target.chip
     kernels = SCHEDULED[c.family]
+    summed = f", sums of rows {kernels['sums_of_rows']}" if "sums_of_rows" in kernels else ""
     return [
         f"a device: {target.peak / 1e12:g} TFLOP/s bf16, HBM {c.hbm / 1e12:g} TB/s, cycles at {c.clock / 1e9:g} GHz",
         f"ICI {c.ici / 1e9:g} GB/s a link one way, DCN {c.dcn / 1e9:g} GB/s and host {c.host / 1e9:g} GB/s a device",
         "compute takes the compiler's own cycles; nothing slows for another's use of HBM, and launches take no time",
         f"by their schedules, attention's kernels reach {kernels['attend']} of peak, {kernels['attend_selected']} "
         f"where keys are selected, and {kernels['attend_window']} to a window; grouped matmuls "
-        f"{kernels['rows_by_matrices']}, their weight gradients {kernels['outer_products']}; others {SCHEDULED_ELSE}",
+        f"{kernels['rows_by_matrices']}, their weight gradients {kernels['outer_products']}{summed}; others "
+        f"{SCHEDULED_ELSE}",
         "each mesh axis has its links to itself, collectives reach full link bandwidth and have no latency",
         "asynchronous transfers start when their operands are ready and their axis is free, in order",
         "SparseCores move bytes at the bandwidth of HBM, and one thing at a time",
