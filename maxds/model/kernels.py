@@ -525,7 +525,7 @@ def rounds_rows() -> bool:
 class Routes:
     """Which of R rows belong to which of A tokens; a row belongs to a (token, choice) pair."""
 
-    pairs: jax.Array  # [R] int32: the pair of each row; those that belong to none come last, and have any
+    pairs: jax.Array  # [R] int32: the pair of each row; any of rows that belong to none, which are the last if K > 1
     slots: jax.Array  # [A K] int32: the row of each pair
     here: jax.Array  # [A K] bool: whether it has one
 
