@@ -572,15 +572,13 @@ def _in_blocks(rows: jax.Array, routes: Routes) -> bool:
 
 
 def _sums_of_blocks(rows: jax.Array, routes: Routes) -> jax.Array:
-    """As `_sums`, in blocks of tokens. What finds their rows is a sort of single numbers: (block, row) in one."""
-    count, choices = len(rows), routes.slots.shape[1]
+    """As `_sums`, in blocks of tokens."""
+    choices = routes.slots.shape[1]
     sizes = jnp.sum(routes.here.reshape(-1, home.TOKENS * choices), axis=1, dtype=jnp.int32)
-    bits = (count - 1).bit_length()
-    assert (len(sizes) + 1) << bits <= 1 << 32, (len(sizes), count)
-    row, tokens = jnp.arange(count), routes.pairs // choices
-    block = jnp.where(row < jnp.sum(sizes), tokens // home.TOKENS, len(sizes))
-    keys = lax.sort(block.astype(jnp.uint32) << bits | row.astype(jnp.uint32), is_stable=False)
-    order = (keys & (1 << bits) - 1).astype(jnp.int32)
+    tokens = routes.pairs // choices
+    order = ops.ordered(
+        jnp.where(jnp.arange(len(rows)) < jnp.sum(sizes), tokens // home.TOKENS, len(sizes)), len(sizes)
+    )
     rows, tokens = (jnp.take(a, order, axis=0, mode="clip") for a in (rows, tokens % home.TOKENS))
     return home.sum_rows(rows, tokens, sizes)
 

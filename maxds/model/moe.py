@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from maxds.architecture import Model
 from maxds.model import kernels, residual, rounded
 from maxds.model.attention import norm
-from maxds.model.ops import matmul, rms_norm, swiglu
+from maxds.model.ops import matmul, ordered, rms_norm, swiglu
 from maxds.model.residual import Stream
 from maxds.model.tiles.groups import ROWS
 from maxds.params import Param, Tree
@@ -355,7 +355,7 @@ reduce_scatter_float8.defvjp(lambda x: (reduce_scatter(x.array), None), _reduce_
 def sort(c: Model, chosen: jax.Array) -> Routing:
     """Puts the pairs [A K] of all devices in the order in which this one computes its own.
 
-    Pairs are counted to their place. The one sort, which inverts that, is of single numbers: (expert, pair) in one.
+    Pairs are counted to their place; one sort inverts that.
     """
     own = c.n_routed_experts // lax.axis_size("expert")
     local = chosen - lax.axis_index("expert") * own
@@ -365,12 +365,8 @@ def sort(c: Model, chosen: jax.Array) -> Routing:
     sizes = jnp.sum(hits, axis=0, dtype=jnp.int32)
     places = _count_before(hits) + jnp.cumsum(sizes) - sizes
     slots = jnp.where(local < own, jnp.sum(jnp.where(is_of, places[:, None], 0), axis=-1), chosen.size)
-    bits = (chosen.size - 1).bit_length()
-    assert (own + 1) << bits <= 1 << 32, (own, chosen.size)
-    pairs = jnp.arange(chosen.size, dtype=jnp.uint32)
-    keys = lax.sort(local.reshape(-1).astype(jnp.uint32) << bits | pairs, is_stable=False)
     of_devices = jnp.sum(chosen.reshape(-1, 1) // own == jnp.arange(lax.axis_size("expert")), axis=0, dtype=jnp.int32)
-    return Routing((keys & (1 << bits) - 1).astype(jnp.int32), slots.reshape(-1), sizes, jnp.max(of_devices))
+    return Routing(ordered(local.reshape(-1), own), slots.reshape(-1), sizes, jnp.max(of_devices))
 
 
 def _count_before(hits: jax.Array) -> jax.Array:

@@ -101,6 +101,17 @@ def _along(result: str, operand: str, scale: jax.Array) -> jax.Array:
 # ------------------------------------------------------------------------------------ norm, MLP
 
 
+def ordered(keys: jax.Array, most: int) -> jax.Array:
+    """Numbers [N], none negative nor above `most` -> the places [N] int32 of the least, the next, and so on.
+
+    Equal ones keep their order. TPUs sort single numbers best: each is (key, place) in one.
+    """
+    bits = (keys.size - 1).bit_length()
+    assert (most + 1) << bits <= 1 << 32, (most, keys.size)
+    both = keys.astype(jnp.uint32) << bits | jnp.arange(keys.size, dtype=jnp.uint32)
+    return (lax.sort(both, is_stable=False) & (1 << bits) - 1).astype(jnp.int32)
+
+
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
     """x / rms(x) * scale over the last dimension, in float32; the result has x's dtype."""
     y = x.astype(jnp.float32)

@@ -49,8 +49,8 @@ class Visits(NamedTuple):
     bounds: Any  # [G + 1] int32: the first row of each group
 
     def own(self, t: Any, shape: tuple[int, int]) -> Array:
-        """[ROWS n] bool: the rows of the tile that are of its group."""
-        row = self.block[t] * ROWS + lax.broadcasted_iota(jnp.int32, shape, 0)
+        """[rows of a tile, n] bool: those of the tile that are of its group."""
+        row = self.block[t] * shape[0] + lax.broadcasted_iota(jnp.int32, shape, 0)
         return (row >= self.bounds[self.group[t]]) & (row < self.bounds[self.group[t] + 1])
 
 
