@@ -354,7 +354,8 @@ class Stepper:
         }
         specs = params.specs(self.network.declared), P(), self.batch_sharding.spec
         tapes = jax.shard_map(self.network.tapes, mesh=self.mesh, in_specs=specs, out_specs=P(), check_vma=False)
-        found = jax.eval_shape(tapes, self.abstract_state.params, self.abstract_state.router_bias, part)
+        weights = jax.eval_shape(self.on_devices, self.abstract_state.params)
+        found = jax.eval_shape(tapes, weights, self.abstract_state.router_bias, part)
         layers = {stack: about.count for stack, about in layout.stacks(model).items()}
         layers["moe_layers"] += model.num_nextn_predict_layers
         total: dict[str, int] = dict.fromkeys(STAGE_NAMES, 0)

@@ -119,6 +119,13 @@ def test_weights_in_host_memory_come_twice_a_step_and_go_once():
     assert moved.seconds == pytest.approx((2 * 2 + 3) * held_of_weights(base) / 1e9, rel=1e-3)
 
 
+def test_what_layers_keep_is_the_same_with_weights_in_host_memory():
+    away = dataclasses.replace(BASE.optimizer, state_memory="host", params_memory="host")
+    kept = tiny.stepper(dataclasses.replace(BASE, optimizer=away)).kept_bytes
+    assert kept == tiny.stepper(BASE).kept_bytes
+    assert all(kept.values())
+
+
 def test_parts_of_less_than_a_sequence_a_device_have_sequences_split():
     base = dataclasses.replace(BASE, model=tiny.FOUR_HEADS)
     found = remedies.changes(tiny.stepper(base), CHIP, PEAK, 1)
