@@ -21,9 +21,10 @@ GIB = 2**30
 NO_MTP = "loss.mtp=0 loss.later=[] model.num_nextn_predict_layers=0"
 ALONE = f"{NO_MTP} optimizer.accumulate_steps=1"  # one part, as the figures of others are
 SPLIT = "mesh.context_parallel=true"
-HALVES = "precision.params=bfloat16 precision.grads=bfloat16 precision.reduce=bfloat16"  # 8 bytes a parameter
-SMALL = f"{ALONE} {HALVES}"
+HALF_GRADIENTS = "precision.grads=bfloat16 precision.reduce=bfloat16"
+SMALL = f"{ALONE} precision.params=bfloat16 {HALF_GRADIENTS}"  # 8 bytes a parameter
 AWAY = "optimizer.state_memory=host"
+ALL_AWAY = f"{AWAY} optimizer.params_memory=host"
 KEEP = "schedule.keep=[dispatch_input]"  # where there is room: attention's output projection is not computed again
 V5P = (  # as in scripts/launch/v5p-8x8x8.yaml
     "data.global_batch=16384 optimizer.accumulate_steps=4 schedule.offload=[attention_input,dispatch_input]"
@@ -45,10 +46,10 @@ ROWS = {
     "tpu7x-256": ("tpu7x:4x4x8", 1, growing(256)),
     "v5p": ("v5p:8x8x8", 1, V5P),
     "v5p-plain": ("v5p:8x8x8", 1, "schedule.kind=plain"),
-    "v6e": ("v6e:16x16", 1, f"{SMALL} {AWAY} {SPLIT} mesh.expert=16 data.global_batch=256"),
+    "v6e": ("v6e:16x16", 1, f"{ALONE} {HALF_GRADIENTS} {ALL_AWAY} mesh.expert=16 data.global_batch=512"),
     "slices-2": ("tpu7x:4x8x8", 2, "mesh.data=2 data.global_batch=30720"),
     "chips-64": ("tpu7x:4x4x4", 1, f"{SMALL} {AWAY} data.global_batch=1024"),
-    "chips-64-float32": ("tpu7x:4x4x4", 1, f"{AWAY} optimizer.params_memory=host data.global_batch=3840"),
+    "chips-64-float32": ("tpu7x:4x4x4", 1, f"{ALL_AWAY} data.global_batch=3840"),
     "chips-512": ("tpu7x:4x8x16", 1, f"{growing(1024)} {KEEP}"),
     "chips-1024": ("tpu7x:4x16x16", 1, f"{growing(2048)} {KEEP}"),
     "chips-4096": ("tpu7x:4x32x32", 1, f"{growing(8192)} mesh.data=32"),
