@@ -339,9 +339,9 @@ def backward(
     Args:
       w: as of `forward`.
       later: as of `forward`, while a is in it; the next layer is that below.
-      tapes: of the layer, and what is on its way from host memory of that of the layer below. As a's uncombine, it has
-        the products of b's last stage to hide behind. First stages still need what it replaces: so it has memory of its
-        own, and can come early.
+      tapes: of the layer, and what is on its way from host memory of that of the layer below: b's beside both first
+        stages, a's as a's uncombine beside b's last stage, for hosts have one link. First stages still need what it
+        replaces: so it has memory of its own, and can come early.
 
     Returns:
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived of the
@@ -381,21 +381,21 @@ def backward(
     db = spread(1, db)
     for n in range(1, last):
         b = replay(n, 1, enter(n, 1, b))
-    a, b, db, (more, w_below) = lax.optimization_barrier((replay(0, 0, a), b, db, coming))
+    a, b, db, (more, w_below), of_b = lax.optimization_barrier((replay(0, 0, a), b, db, coming, below[1]))
     w = merged(w, more)
     for n in range(1, last):
         a = replay(n, 0, enter(n, 0, a))
     replay(last, 1, enter(last, 1, b))
     a, da, db = lax.optimization_barrier((a, da, db))
     a, da = enter(last, 0, a), layer.uncombine(da)
-    db, (da, below) = layer.awaited(db, (da, below))
+    db, (da, of_a) = layer.awaited(db, (da, below[0]))
     db = pull(last, 1, db)
     a, da, db = lax.optimization_barrier((a, da, db))
     replay(last, 0, a)
     dxs = [pull(last, 0, spread(0, da)), db]
     for n in reversed(range(last)):
         dxs = stagger(functools.partial(pull, n), dxs, (1, 0))
-    return dxs, dws, below, w_below
+    return dxs, dws, [of_a, of_b], w_below
 
 
 def batch_split(members: Sequence[Member], keep: Sequence[str], offload: Sequence[str]) -> Run:

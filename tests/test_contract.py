@@ -304,6 +304,14 @@ def test_what_is_offloaded_has_arrived_before_the_last_stage_whose_rounds_no_tra
     assert [len(sent.intersection(eqn.invars)) for eqn in barriers] == [1, 4, 3]
 
 
+def test_what_comes_back_from_host_memory_is_due_by_microbatch():
+    _, backward = layers("batch_split", offload=("attention", "expert_up"))
+    come = {id(v) for eqn in backward.eqns if eqn.primitive.name == "device_put" for v in eqn.outvars}
+    barriers = [eqn for eqn in backward.eqns if eqn.primitive.name == "optimization_barrier"]
+    due = [sum(id(v) in come for v in eqn.invars) for eqn in barriers]
+    assert [n for n in due if n] == [3, 3]
+
+
 def test_the_first_round_of_experts_does_not_wait_for_what_is_on_its_way():
     stream, rows, coming = (jax.ShapeDtypeStruct((n,), "float32") for n in (1, 2, 3))
     program = jax.make_jaxpr(moe.beside_stream)(moe.Computed(stream, rows, None), coming).jaxpr
