@@ -44,12 +44,10 @@ _QUEUED = {
     "xla_tpu_sparse_core_offload_queuing_overlap_limit": "8",
     "xla_tpu_sparse_core_gather_overlap_limit": "8",  # one for each expert of a token
 }
+_SLOW = {f"xla_tpu_sparse_core_{collective}_latency_multiplier": "3" for collective in ("all_gather", "reduce_scatter")}
 _COMPILER_OPTIONS = {
     "TPU v5": _SPARSE_CORE | _ALSO | _QUEUED,
-    "TPU v6 lite": _SPARSE_CORE
-    | _ALSO
-    | _QUEUED
-    | {f"xla_tpu_sparse_core_{collective}_latency_multiplier": "3" for collective in ("all_gather", "reduce_scatter")},
+    "TPU v6 lite": _SPARSE_CORE | _ALSO | _QUEUED | _SLOW,
     "TPU7x": _SPARSE_CORE | _ALSO | {"xla_tpu_sparse_core_gather_overlap_limit": "4"},
 }
 # `batch_split` moves host transfers to another layer itself: the compiler would make every layer's program twice. Those
