@@ -31,24 +31,26 @@ SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_paralle
 # and copies do not, for they would wait there for gathers. Several gathers may be under way there: else each is waited
 # for before the next begins. Fusions may use 64 MiB of VMEM. On v6e, where little is computed beside what travels, the
 # compiler is told that this takes longer than it thinks: it would send it as late as it can.
-_SPARSE_CORE = {
-    f"xla_tpu_enable_sparse_core_collective_offload_{collective}": "true"
-    for collective in ("all_gather", "reduce_scatter", "all_reduce")
-}
-_ALSO = {
-    "xla_tpu_scoped_vmem_limit_kib": "65536",
+_ALL = {
+    "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
+    "xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
     "xla_tpu_enable_offloading_copy_to_sparsecore": "false",
+    "xla_tpu_scoped_vmem_limit_kib": "65536",
 }
 _QUEUED = {
     "xla_tpu_enable_sparse_core_offload_queuing_in_lhs": "true",
     "xla_tpu_sparse_core_offload_queuing_overlap_limit": "8",
     "xla_tpu_sparse_core_gather_overlap_limit": "8",  # one for each expert of a token
 }
-_SLOW = {f"xla_tpu_sparse_core_{collective}_latency_multiplier": "3" for collective in ("all_gather", "reduce_scatter")}
+_SLOW = {
+    "xla_tpu_sparse_core_all_gather_latency_multiplier": "3",
+    "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "3",
+}
 _COMPILER_OPTIONS = {
-    "TPU v5": _SPARSE_CORE | _ALSO | _QUEUED,
-    "TPU v6 lite": _SPARSE_CORE | _ALSO | _QUEUED | _SLOW,
-    "TPU7x": _SPARSE_CORE | _ALSO | {"xla_tpu_sparse_core_gather_overlap_limit": "4"},
+    "TPU v5": _ALL | _QUEUED,
+    "TPU v6 lite": _ALL | _QUEUED | _SLOW,
+    "TPU7x": _ALL | {"xla_tpu_sparse_core_gather_overlap_limit": "4"},
 }
 # `batch_split` moves host transfers to another layer itself: the compiler would make every layer's program twice. Those
 # of `plain` begin early, for the compiler is told that they are slow.

@@ -575,10 +575,9 @@ def _sums_of_blocks(rows: jax.Array, routes: Routes) -> jax.Array:
     """As `_sums`, in blocks of tokens."""
     choices = routes.slots.shape[1]
     sizes = jnp.sum(routes.here.reshape(-1, home.TOKENS * choices), axis=1, dtype=jnp.int32)
-    tokens = routes.pairs // choices
-    order = ops.ordered(
-        jnp.where(jnp.arange(len(rows)) < jnp.sum(sizes), tokens // home.TOKENS, len(sizes)), len(sizes)
-    )
+    row, tokens = jnp.arange(len(rows)), routes.pairs // choices
+    block = jnp.where(row < jnp.sum(sizes), tokens // home.TOKENS, len(sizes))
+    order = ops.ordered(block, len(sizes))
     rows, tokens = (jnp.take(a, order, axis=0, mode="clip") for a in (rows, tokens % home.TOKENS))
     return home.sum_rows(rows, tokens, sizes)
 

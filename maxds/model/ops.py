@@ -98,7 +98,7 @@ def _along(result: str, operand: str, scale: jax.Array) -> jax.Array:
     return scale.transpose(*shared, *summed).reshape(sizes)
 
 
-# ------------------------------------------------------------------------------------ norm, MLP
+# ----------------------------------------------------------------------------- order, norm, MLP
 
 
 def ordered(keys: jax.Array, most: int) -> jax.Array:
