@@ -14,6 +14,7 @@ import numpy as np
 from maxds.architecture import OVERLAPPED, Model
 from maxds.model import indexer, kernels, ops, rounded, sparse, window
 from maxds.model.indexer import Attended, Index
+from maxds.model.tiles import Turn
 from maxds.params import Tree
 from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize, vjp
 
@@ -108,11 +109,11 @@ def _window(model: Model, ratio: int) -> Trial:
         every_third = jnp.arange(keys.count) % 3 == 0
         selected = sparse.pack(kernels.visible(segments, keys, 0) & every_third, keys.count)
     rope = ops.rope_table(model.qk_rope_head_dim, model.rope_theta, None, jnp.arange(LENGTH)[None])
-    sight = window.Sight(segments, keys, selected, rope, model.sliding_window)
+    sight = window.Sight(segments, keys, selected, Turn(*rope, model.rms_norm_eps), model.sliding_window)
 
     def run(q, tokens, entries, sinks, dout):
         def attend(q, *kv):
-            return window.attention(q * size**-0.5, kv, sinks, sight)[0]
+            return window.attention(q, kv, sinks, sight)[0]
 
         out, pull = jax.vjp(attend, q, tokens, entries)
         return out, pull(dout)

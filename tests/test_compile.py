@@ -200,7 +200,7 @@ from jax.sharding import Mesh, SingleDeviceSharding
 from maxds import loader, trial
 from maxds.aot import topology
 from maxds.config import Config
-from maxds.model.tiles import causal, gates, groups, home, sums, window
+from maxds.model.tiles import Turn, causal, gates, groups, home, sums, window
 from maxds.quantize import BACKWARD, FORWARD, Scaled
 
 topology.prepare()
@@ -214,11 +214,13 @@ length, queries, f32 = 4096, 512, jnp.float32
 qk, v, lse = of(8, length, 192), of(8, length, 128), of(8, length, dtype=f32)
 keys = of(8, length, 128), of(length, 64)
 segments, bits, limit = of(length, dtype=jnp.int32), of(length, length // 8, dtype=jnp.uint8), of(dtype=jnp.int32)
-q, heads, k = of(8, queries, 128), of(8, queries, dtype=f32), of(length, 128)
+q, heads, k = of(8, length, 128), of(8, length, dtype=f32), of(length, 128)
+cut = sums.Cut(of(2, dtype=jnp.int32), queries)
 entries = 1024
 of_entries = of(entries, dtype=jnp.int32)
 of_bits, angles = of(length, entries // 8, dtype=jnp.uint8), of(length, 64, dtype=f32)
-sight = window.Sight(segments, of_entries, of_entries, of_bits, angles, angles, 128, 4)
+turn = Turn(angles, angles, 1e-6)
+sight = window.Sight(segments, of_entries, of_entries, of_bits, turn, 128, 4)
 wide, sinks = of(8, length, 512), of(8, dtype=f32)
 of_window = wide, (of(length, 512), of(entries, 512)), sinks, sight, (wide, lse), wide
 def of_rows(*args):
@@ -257,9 +259,10 @@ long = {  # all that grows with the rows is a table of tiles, in scalar memory: 
 for kernel, args in {
     causal.attend: of_rows(qk, keys, v, of_selected),
     causal.attend_backward: of_rows(qk, keys, v, of_selected, (v, lse), v),
-    sums.index_scores: (q, heads, k, limit),
-    sums.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), limit),
-    functools.partial(sums.attention_to, length): (of(8, queries, 192), heads, qk, limit),
+    sums.index_scores: (q, heads, k, cut),
+    sums.index_scores_backward: (q, heads, k, of(queries, length, dtype=f32), cut),
+    functools.partial(sums.attention_to, length): (qk, lse, qk, None, cut),
+    functools.partial(sums.attention_to, entries): (wide, lse, of(1, entries, 512), turn, cut),
     window.attend: of_window[:4],
     window.attend_backward: of_window,
     lambda *args: gates.gated(*args, 10.0): gated[:3],

@@ -218,8 +218,8 @@ def test_a_replay_gives_the_same_and_does_only_the_work_that_was_not_kept(ratio)
     if ratio == 4:
         rotations += 2  # the indexer's queries and keys
         # Its q, values, gates and heads, again, and the gradient of these weights alone; scores, and their gradient,
-        # which is three products; attention's weights.
-        own = 4 * 2 + 2 + 3
+        # which is three products; attention's weights, whose queries are rotated again.
+        own = 4 * 2 + 2 + 3 + 1
     again = projections - 1 + rotations - 1  # but not the last projection, and the kept output is turned already
     assert found["dot_general"] == again + 2 * projections + rotations + 6 + own
     assert found["bitcast_convert_type"] == 0  # of scores, to be ordered

@@ -15,7 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from maxds.model import indexer, kernels, ops, sparse, window
 from maxds.model.indexer import Attended, Index
 from maxds.model.kernels import Keys
-from maxds.model.tiles import LANES, causal, gates, groups, home, sums
+from maxds.model.tiles import LANES, Turn, causal, gates, groups, home, sums
 from maxds.model.tiles import window as window_tiles
 from maxds.quantize import BACKWARD, FORWARD, Scaled, quantize
 
@@ -50,7 +50,7 @@ def test_every_tile_that_is_not_of_the_future_is_visited_once(visits, by, begin)
 
 # ------------------------------------------------------------------------------------------ attention
 
-LENGTH = 1024
+LENGTH, EPS = 1024, 0.1
 SEGMENTS = np.repeat([1, 2, 3, 0], [500, 100, 300, 124]).astype(np.int32)
 
 
@@ -156,11 +156,25 @@ def sight(window_size, ratio, selected):
         drawn = np.random.default_rng(5).random((1, LENGTH, len(last))) < 0.2
         bits = sparse.pack(kernels.visible(jnp.asarray(SEGMENTS)[None], keys, 0) & drawn, len(last))
     angles = draw(7, (1, LENGTH, 4))[0].repeat(2, axis=2)
-    return window.Sight(jnp.asarray(SEGMENTS)[None], keys, bits, (jnp.cos(angles), jnp.sin(angles)), window_size)
+    turn = Turn(jnp.cos(angles), jnp.sin(angles), EPS)
+    return window.Sight(jnp.asarray(SEGMENTS)[None], keys, bits, turn, window_size)
+
+
+def naive_turned(x, cos, sin):
+    """With the last 8 dimensions turned, as complex numbers."""
+    turned = (x[..., 16::2] + 1j * x[..., 17::2]) * (cos + 1j * sin)[:, ::2]
+    return jnp.concatenate([x[..., :16], jnp.stack([turned.real, turned.imag], -1).reshape(*x.shape[:-1], 8)], -1)
+
+
+def naive_ready(q, cos, sin):
+    """Normalized queries, of 24 dimensions."""
+    return naive_turned(q / jnp.sqrt(jnp.sum(q * q, axis=-1, keepdims=True) + 24 * EPS), cos, sin)
 
 
 def naive_window_attention(given, q, kv, sinks):
-    """To keys that are also the values, of tokens and of entries; turned back, as complex numbers."""
+    """To keys that are also the values, of tokens and of entries."""
+    cos, sin = given.turn.cos[0], given.turn.sin[0]
+    q = naive_ready(q, cos, sin)
     distance = np.arange(LENGTH)[:, None] - np.arange(LENGTH)
     near = (distance >= 0) & (distance < given.window) & (SEGMENTS[:, None] == SEGMENTS)
     far = (np.arange(LENGTH)[:, None] >= given.keys.last[0]) & (SEGMENTS[:, None] == given.keys.segments[0])
@@ -170,20 +184,17 @@ def naive_window_attention(given, q, kv, sinks):
     scores = jnp.where(jnp.concatenate([near, far], axis=1), jnp.einsum("nqh,kh->nqk", q, k), -jnp.inf)
     lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks[:, None])
     out = jnp.einsum("nqk,kh->nqh", jnp.exp(scores - lse[..., None]), k)
-    cos, sin = (a[0, :, ::2] for a in given.rope)
-    x, y = out[..., 16::2], out[..., 17::2]
-    pairs = jnp.stack([x * cos + y * sin, y * cos - x * sin], axis=-1)
-    return jnp.concatenate([out[..., :16], pairs.reshape(*out.shape[:2], 8)], axis=-1), lse
+    return naive_turned(out, cos, -sin), lse
 
 
-SIGHTS = [(LANES, 0, False), (1, 4, False), (LANES + 2, 3, False), (50, 1, True)]
+SIGHTS = [(LANES, 0, False), (1, 4, False), (LANES, 20, False), (LANES + 2, 3, False), (50, 1, True)]
 
 
 def drawn_for(given):
     """Queries, keys, sinks, and the gradient of the output."""
     entries = given.keys.count
     q, tokens, of_entries, sinks, dout = draw(6, *((4, LENGTH, 24), (LENGTH, 24), (entries, 24), (4,), (4, LENGTH, 24)))
-    return q / 5, (tokens, of_entries), sinks, dout
+    return q, (tokens, of_entries), sinks, dout
 
 
 @pytest.mark.parametrize(("window_size", "ratio", "selected"), SIGHTS)
@@ -237,10 +248,16 @@ QUERIES, KEYS, HEADS, SIZE = 128, 384, 6, 24
 
 
 def shares(known):
-    """(q, k, what heads count for, k of each head); keys from `known` on may not be read."""
-    q, k, count_for, keys = draw(2, (HEADS, QUERIES, SIZE), (KEYS, SIZE), (HEADS, QUERIES), (HEADS, KEYS, SIZE))
+    """(q, k, what heads count for, k of each head) of two blocks of queries; keys from `known` on may not be read."""
+    shapes = (HEADS, 2 * QUERIES, SIZE), (KEYS, SIZE), (HEADS, 2 * QUERIES), (HEADS, KEYS, SIZE)
+    q, k, count_for, keys = draw(2, *shapes)
     unread = jnp.arange(KEYS)[:, None] >= known
     return q, jnp.where(unread, jnp.nan, k), count_for, jnp.where(unread, jnp.nan, keys)
+
+
+def second(of_queries):
+    """What belongs to the second block."""
+    return of_queries[:, QUERIES:]
 
 
 def weighed(q, count_for, k):
@@ -252,13 +269,16 @@ def test_summed_scores_are_those_of_the_definition_up_to_the_limit(limit, monkey
     monkeypatch.setattr(sums, "HEADS", 3)
     known = -(-limit // LANES) * LANES
     q, k, count_for, keys = shares(known)
-    found = sums.index_scores(q, count_for, k, jnp.int32(limit), interpret=SIMULATED)
-    assert_close(found[:, :known], weighed(q, count_for, k[:known]))
+    cut = sums.Cut(jnp.array([limit, 1]), QUERIES)
+    found = sums.index_scores(q, count_for, k, cut, interpret=SIMULATED)
+    assert_close(found[:, :known], weighed(second(q), second(count_for), k[:known]))
     assert not np.any(found[:, known:])
-    for of_heads in (keys, keys[:1]):
-        found = sums.attention_to(KEYS, q, count_for + 9, of_heads, jnp.int32(limit), interpret=SIMULATED)
-        dots = jnp.einsum("iqh,izh->iqz", q, jnp.broadcast_to(of_heads, keys.shape)[:, :known])
-        assert_close(found[:, :known], jnp.exp(dots - count_for[..., None] - 9).sum(0))
+    angles = draw(7, (2 * QUERIES, 4))[0].repeat(2, axis=1)
+    turn = Turn(jnp.cos(angles), jnp.sin(angles), EPS)
+    for of_heads, turn_by, queries in ((keys, None, q), (keys[:1], turn, naive_ready(q, turn.cos, turn.sin))):
+        found = sums.attention_to(KEYS, q, count_for + 9, of_heads, turn_by, cut, interpret=SIMULATED)
+        dots = jnp.einsum("iqh,izh->iqz", second(queries), jnp.broadcast_to(of_heads, keys.shape)[:, :known])
+        assert_close(found[:, :known], jnp.exp(dots - second(count_for)[..., None] - 9).sum(0))
 
 
 @pytest.mark.parametrize("limit", [384, 130])
@@ -267,8 +287,9 @@ def test_gradients_of_summed_scores_are_those_of_the_definition_up_to_the_limit(
     known = -(-limit // LANES) * LANES
     q, k, count_for, _ = shares(known)
     (dscores,) = draw(3, (QUERIES, KEYS))
-    *found, dk = sums.index_scores_backward(q, count_for, k, dscores, jnp.int32(limit), interpret=SIMULATED)
-    *expected, expected_k = jax.vjp(weighed, q, count_for, k[:known])[1](dscores[:, :known])
+    cut = sums.Cut(jnp.array([limit, 1]), QUERIES)
+    *found, dk = sums.index_scores_backward(q, count_for, k, dscores, cut, interpret=SIMULATED)
+    *expected, expected_k = jax.vjp(weighed, second(q), second(count_for), k[:known])[1](dscores[:, :known])
     assert_close((found, dk[:known]), (expected, expected_k))
     assert not np.any(dk[known:])
 

@@ -266,9 +266,9 @@ def assumptions(target: Target) -> list[str]:
         f"ICI {c.ici / 1e9:g} GB/s a link one way, DCN {c.dcn / 1e9:g} GB/s and host {c.host / 1e9:g} GB/s a device",
         "compute takes the compiler's own cycles; nothing slows for another's use of HBM, and launches take no time",
         f"by their schedules, attention's kernels reach {kernels['attend']} of peak, {kernels['attend_selected']} "
-        f"where keys are selected, and {kernels['attend_window']} to a window; grouped matmuls "
-        f"{kernels['rows_by_matrices']}, their weight gradients {kernels['outer_products']}{summed}; others "
-        f"{SCHEDULED_ELSE}",
+        f"where keys are selected, V4's {kernels['attend_window_selected']} where entries are selected and "
+        f"{kernels['attend_window']} elsewhere; grouped matmuls {kernels['rows_by_matrices']}, their weight gradients "
+        f"{kernels['outer_products']}{summed}; others {SCHEDULED_ELSE}",
         "each mesh axis has its links to itself, collectives reach full link bandwidth and have no latency",
         "asynchronous transfers start when their operands are ready and their axis is free, in order",
         "SparseCores move bytes at the bandwidth of HBM, and one thing at a time",

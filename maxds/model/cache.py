@@ -24,6 +24,7 @@ from maxds.architecture import OVERLAPPED, Model
 from maxds.model import attention, compressed, engram, indexer, kernels, ops, residual, window
 from maxds.model.deepseek import Context
 from maxds.model.residual import Stream
+from maxds.model.tiles import Turn
 from maxds.params import Tree
 from maxds.schedule import Given, at
 
@@ -177,7 +178,7 @@ class Recent:
         """The same for one more token of each sequence."""
         y, x = residual.read(c, w.hyper, x)
         y, rope, positions = ops.rms_norm(y, w.norm, c.rms_norm_eps), self._rope(context), context.positions[:, 0]
-        latent, q = compressed.queries(c, w, y, rope)
+        latent, q = compressed.queries(c, w, y)
         near, size = self.near, self.near.shape[2]
         key = compressed.keys_of(c, w, y, rope)[:, 0]
         near = near.at[i, jnp.arange(len(key)), positions % size].set(key)
@@ -191,8 +192,9 @@ class Recent:
                 asked = compressed.ask(c, w.indexer, y, latent, rope, at(index.entries, i))
                 whole = indexer.select_among(c, asked, asked.k, whole[:, None])[:, 0]
             keys, seen = (jnp.concatenate(a, 1) for a in ((keys, at(far.entries, i)), (seen, whole)))
-        out, _ = window.attend_to(q, keys, w.sinks, seen[:, None])
-        x = residual.add(x, compressed.project(c, w, window.turned_back(out, rope)))
+        turn = Turn(rope[0], rope[1], c.rms_norm_eps)
+        out, _ = window.attend_to(ops.ready(q, turn), keys, w.sinks, seen[:, None])
+        x = residual.add(x, compressed.project(c, w, window.turned_back(out, turn)))
         return x, dataclasses.replace(self, near=near, far=far, index=index)
 
     def _rope(self, context: Context) -> Tree:

@@ -23,6 +23,7 @@ from maxds.model.indexer import Attended, Index
 from maxds.model.kernels import Keys, Routes
 from maxds.model.ops import RopeTable, matmul, rms_norm, rotate
 from maxds.model.residual import Stream
+from maxds.model.tiles import Turn
 from maxds.params import Param, Tree
 from maxds.schedule import Given
 
@@ -148,12 +149,13 @@ def attention(
     """
     tokens, kept = given.tokens, kept or {}
     rope = tokens.far_rope if ratio else tokens.rope
+    turn = Turn(rope[0], rope[1], c.rms_norm_eps)
     y = rms_norm(y, w.norm, c.rms_norm_eps)
-    latent, q = queries(c, w, y, rope)
+    latent, q = queries(c, w, y)
     kv = keys_of(c, w, y, rope)
 
     def read(entries: jax.Array, keys: Keys, selected: jax.Array | None = None):
-        sight = window.Sight(tokens.segments, keys, selected, rope, c.sliding_window)
+        sight = window.Sight(tokens.segments, keys, selected, turn, c.sliding_window)
         out, attention = window.attention(q, (kv, entries), w.sinks, sight, kept.get("attention"))
         return project(c, w, out), attention
 
@@ -168,17 +170,17 @@ def attention(
     index = look(c, w.indexer, y, latent, rope, blocks)
     selected, loss = kept.get("selection") or (indexer.select(c, index, tokens.segments, blocks.keys), None)
     added, attention = read(entries, blocks.keys, selected)
-    attended = Attended(q, entries[:, None], attention[1], selected, tokens.segments, blocks.keys)
+    attended = Attended(q, entries[:, None], attention[1], selected, tokens.segments, blocks.keys, turn)
     loss = indexer.divergence(index, attended, loss)
     return added, loss, {"attention": attention, "selection": (selected, loss)}
 
 
-def queries(c: Model, w: CompressedAttention, y: jax.Array, rope: RopeTable) -> tuple[jax.Array, jax.Array]:
-    """Normalized tokens [B S D] -> the latent of their queries [B S Q]; these [B N S H], times the softmax scale."""
+def queries(c: Model, w: CompressedAttention, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Normalized tokens [B S D] -> the latent of their queries [B S Q]; these [B N S H], not `ops.ready` yet."""
     latent = rms_norm(matmul("bsd,dq->bsq", y, w.q_down), w.q_norm, c.rms_norm_eps)
     latent = checkpoint_name(latent, "q_latent")
-    q = rms_norm(matmul("bsq,qnh->bnsh", latent, w.q_up), c.head_dim**-0.5, c.rms_norm_eps)
-    return latent, checkpoint_name(kernels.tokens_last(rotate(q, rope)), "query")
+    q = matmul("bsq,qnh->bnsh", latent, w.q_up)
+    return latent, checkpoint_name(kernels.tokens_last(q), "query")
 
 
 def keys_of(c: Model, w: CompressedAttention, y: jax.Array, rope: RopeTable) -> jax.Array:
@@ -277,7 +279,7 @@ def ask(c: Model, w: Indexer, y: jax.Array, latent: jax.Array, rope: RopeTable, 
     """The same, with the keys of the indexer's own entries [B E index_head_dim]."""
     heads = jnp.matmul(y.astype(jnp.float32), w.heads, precision=lax.Precision.HIGHEST)
     return Index(
-        q=rotate(matmul("bsq,qih->bish", latent, w.q), rope),
+        q=kernels.tokens_last(rotate(matmul("bsq,qih->bish", latent, w.q), rope)),
         k=keys,
         heads=heads.swapaxes(1, 2) * (c.index_n_heads * c.index_head_dim) ** -0.5,
     )

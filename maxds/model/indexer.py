@@ -9,7 +9,6 @@ alone, which all heads share.
 """
 
 import dataclasses
-from typing import Any
 
 import flax.struct
 import jax
@@ -20,8 +19,9 @@ from jax.sharding import PartitionSpec as P
 
 from maxds.architecture import Model
 from maxds.model import kernels, sparse
-from maxds.model.kernels import Keys
+from maxds.model.kernels import Block, Keys
 from maxds.model.ops import layer_norm, matmul, rotate_halves
+from maxds.model.tiles import Turn
 from maxds.params import Param, Tree
 
 NORM_EPS = 1e-6  # of the released model, whatever rms_norm_eps is
@@ -51,12 +51,13 @@ class Index:
 class Attended:
     """What attention did, for the indexer to learn from."""
 
-    q: jax.Array  # [B N S H], multiplied by the softmax scale
+    q: jax.Array  # [B N S H], multiplied by the softmax scale, or as `turn` says
     k: jax.Array  # [B N Z H]; [B 1 Z H] where all heads share them
     lse: jax.Array  # [B N S] float32: log-sum-exp of the scores
     selected: jax.Array | None  # as `select`
     segments: jax.Array  # [B S]
     keys: Keys | None = None  # the Z; None: the tokens
+    turn: Turn | None = None  # what queries are still to be made ready by
 
     @property
     def among(self) -> Keys:
@@ -107,18 +108,20 @@ def select(c: Model, index: Index, segments: jax.Array, keys: Keys | None = None
     if size <= topk:
         return None
 
-    def block(end: int, _, q, heads, segments_q, first):
+    def block(end: int, _, own: Block):
         among = keys.before(end)
-        scores = kernels.index_scores(q, heads, index.k[:, : among.count], keys.complete(first + q.shape[2]))
-        return None, sparse.pack(best(scores, kernels.visible(segments_q, among, first), topk), size)
+        scores = kernels.index_scores(index.q, index.heads, index.k[:, : among.count], own, keys.complete(own.end))
+        return None, sparse.pack(best(scores, kernels.seen(own, segments, among), topk), size)
 
-    _, found = kernels.by_blocks(block, None, (index.q, 2), (index.heads, 2), (segments, 1))
+    _, found = kernels.by_blocks(block, None, segments.shape[1])
     return checkpoint_name(kernels.joined(found, 1), "selection")
 
 
 def select_among(c: Model, index: Index, keys: jax.Array, seen: jax.Array) -> jax.Array:
     """As `select`, of few queries: among keys [B Z index_head_dim], those that are `seen` [B S Z] -> [B S Z] bool."""
-    return best(kernels.index_scores(index.q, index.heads, keys, keys.shape[1]), seen, c.index_topk or 0)
+    asking = Block(jnp.zeros((), jnp.int32), index.q.shape[2])
+    scores = kernels.index_scores(index.q, index.heads, keys, asking, keys.shape[1])
+    return best(scores, seen, c.index_topk or 0)
 
 
 def best(scores: jax.Array, seen: jax.Array, count: int) -> jax.Array:
@@ -181,29 +184,28 @@ def divergence(index: Index, attended: Attended, kept: jax.Array | None = None) 
     if kept is not None:
         return kept
 
-    def block(end: int, total, q, heads, *of_attention):
+    def block(end: int, total, own: Block):
         keys = attended.among.before(end)
-        scores = kernels.index_scores(q, heads, index.k[:, : keys.count], keys.complete(of_attention[-1] + q.shape[2]))
-        p, log_q = _distributions(scores, attended, keys, of_attention)
+        scores = kernels.index_scores(index.q, index.heads, index.k[:, : keys.count], own, keys.complete(own.end))
+        p, log_q = _distributions(scores, attended, keys, own)
         return total + jnp.sum(jnp.where(p > 0, p * (jnp.log(p) - log_q), 0)), None
 
-    return kernels.by_blocks(block, jnp.zeros((), jnp.float32), *_of_queries(index, attended))[0]
+    return kernels.by_blocks(block, jnp.zeros((), jnp.float32), index.q.shape[2])[0]
 
 
 def _divergence_backward(residuals, dy):
     """By the scores, it is q - p."""
     index, attended, kept = residuals
 
-    def block(end: int, dk, q, heads, *of_attention):
+    def block(end: int, dk, own: Block):
         keys = attended.among.before(end)
-        k = index.k[:, : keys.count]
-        limit = keys.complete(of_attention[-1] + q.shape[2])
-        p, log_q = _distributions(kernels.index_scores(q, heads, k, limit), attended, keys, of_attention)
+        k, limit = index.k[:, : keys.count], keys.complete(own.end)
+        p, log_q = _distributions(kernels.index_scores(index.q, index.heads, k, own, limit), attended, keys, own)
         dscores = jnp.where(log_q > -jnp.inf, jnp.exp(log_q) - p, 0) * dy
-        *found, more = kernels.index_scores_backward(q, heads, k, dscores, limit)
+        *found, more = kernels.index_scores_backward(index.q, index.heads, k, dscores, own, limit)
         return dk.at[:, : keys.count].add(more), found
 
-    dk, found = kernels.by_blocks(block, jnp.zeros(index.k.shape, jnp.float32), *_of_queries(index, attended))
+    dk, found = kernels.by_blocks(block, jnp.zeros(index.k.shape, jnp.float32), index.q.shape[2])
     dq, dheads = (kernels.joined([of_span[i] for of_span in found], 2) for i in (0, 1))
     return Index(dq, dk.astype(index.k.dtype), dheads), None, jax.tree.map(jnp.zeros_like, kept)
 
@@ -211,18 +213,12 @@ def _divergence_backward(residuals, dy):
 divergence.defvjp(lambda *args: (divergence(*args), args), _divergence_backward)
 
 
-def _of_queries(index: Index, attended: Attended) -> list[tuple[jax.Array, int]]:
-    """What the blocks of the loss read of their queries."""
-    found = [(index.q, 2), (index.heads, 2), (attended.q, 2), (attended.lse, 2), (attended.segments, 1)]
-    return found if attended.selected is None else [*found, (attended.selected, 1)]
-
-
-def _distributions(scores: jax.Array, attended: Attended, keys: Keys, of_attention: Any) -> tuple[jax.Array, jax.Array]:
+def _distributions(scores: jax.Array, attended: Attended, keys: Keys, own: Block) -> tuple[jax.Array, jax.Array]:
     """p and log q of a block of queries, [B Q Z]; 0 and -inf where nothing is attended to, and for padding."""
-    q, lse, segments, *selected, first = of_attention
-    seen = sparse.unpack(selected[0])[..., : keys.count] if selected else kernels.visible(segments, keys, first)
-    total = kernels.attention_to(keys.count, q, lse, attended.k, keys.complete(first + q.shape[2]))
-    total = jnp.where(seen & (segments > 0)[..., None], total, 0)
+    seen = kernels.seen(own, attended.segments, keys, attended.selected)
+    of_attention = attended.q, attended.lse, attended.k, attended.turn
+    total = kernels.attention_to(keys.count, *of_attention, own, keys.complete(own.end))
+    total = jnp.where(seen & (own.of(attended.segments, 1) > 0)[..., None], total, 0)
     mass = jnp.sum(total, axis=-1, keepdims=True)  # not the number of heads, if they also attend to other keys
     log_q = jax.nn.log_softmax(scores, where=seen)
     return total / jnp.where(mass > 0, mass, 1), jnp.where(seen & (mass > 0), log_q, -jnp.inf)

@@ -35,7 +35,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from qwix import QArray
 
 from maxds.model import hopper, ops, scores, sparse, sparsecores
-from maxds.model.tiles import causal, gates, groups, home, sums
+from maxds.model.tiles import Turn, causal, gates, groups, home, sums
 from maxds.quantize import BACKWARD, FORWARD, Quantized, Scaled, Tree, quantize, slots
 
 SPANS, LEAST_SPAN = 2, 128  # parts of a sequence, and their least length: queries skip the keys of later parts
@@ -189,27 +189,43 @@ def blocks(x: jax.Array, axis: int) -> jax.Array:
     return jnp.moveaxis(x.reshape(*x.shape[:axis], size // block, block, *x.shape[axis + 1 :]), axis, 0)
 
 
-def by_blocks(
-    fn: Callable, carry: Tree, *of_queries: tuple[jax.Array, int], most: int | None = None
-) -> tuple[Tree, list[Tree]]:
-    """Scans fn(end, carry, *blocks, first) -> (carry, result) over blocks of queries that see keys before `end`.
+@flax.struct.dataclass
+class Block:
+    """Some of the tokens of a sequence, side by side."""
+
+    first: jax.Array  # position, a multiple of the size
+    size: int = flax.struct.field(pytree_node=False)
+
+    @property
+    def end(self) -> jax.Array:
+        """The position after the last."""
+        return self.first + self.size
+
+    def of(self, x: jax.Array, axis: int) -> jax.Array:
+        """These, of an array whose dimension `axis` is S."""
+        return lax.dynamic_slice_in_dim(x, self.first, self.size, axis)
+
+
+def by_blocks(fn: Callable, carry: Tree, length: int, most: int | None = None) -> tuple[Tree, list[Tree]]:
+    """Scans fn(end, carry, block) -> (carry, result) over blocks of queries, which see keys before `end`.
+
+    What is cut, `fn` cuts: of arrays that were in blocks already, TPUs would write all again, in another layout.
 
     Args:
-      fn: `first` is the first position of the block.
+      fn: gets a `Block`.
       carry: of the scan.
-      *of_queries: arrays, and which of their dimensions is S.
+      length: S.
       most: queries of a block; None: QUERY_BLOCK.
 
     Returns:
       The carry, and of each span of queries the results of its blocks, stacked.
     """
-    (array, axis), found = of_queries[0], []
-    for start, end in spans(array.shape[axis]):
+    found = []
+    for start, end in spans(length):
         size = _block_of(end - start, most)
 
         def one(carry: Tree, first: jax.Array, end: int = end, size: int = size) -> Tree:
-            # Cut here, and not into blocks before: TPUs would write all of the arrays again, in another layout.
-            return fn(end, carry, *(lax.dynamic_slice_in_dim(a, first, size, axis=i) for a, i in of_queries), first)
+            return fn(end, carry, Block(first, size))
 
         carry, results = lax.scan(one, carry, jnp.arange(start, end, size))
         found.append(results)
@@ -240,6 +256,20 @@ def visible(segments_q: jax.Array, keys: Keys, first: jax.Array | int) -> jax.Ar
     query = first + jnp.arange(segments_q.shape[1])
     causal = query[:, None] >= keys.last[:, None, :]
     return causal & (segments_q[:, :, None] == keys.segments[:, None, :])
+
+
+def seen(block: Block, segments: jax.Array, keys: Keys, selected: jax.Array | None = None) -> jax.Array:
+    """[B Q Z] bool: which keys the queries of a block attend to: those that they see, or that are selected.
+
+    Args:
+      block: of queries.
+      segments: [B S].
+      keys: the first Z of those that there are.
+      selected: as `sparse.pack`, [B S n]; None: all that are seen.
+    """
+    if selected is None:
+        return visible(block.of(segments, 1), keys, block.first)
+    return sparse.unpack(block.of(selected, 1))[..., : keys.count]
 
 
 def _scores(q, k, segments_q, segments, first):
@@ -304,32 +334,46 @@ def _attend_span_backward(start, k, v, segments, of_queries):
 # ---------------------------------------------------------------------------------- summed scores
 
 
-def index_scores(q: jax.Array, heads: jax.Array, k: jax.Array, limit: jax.Array | int) -> jax.Array:
-    """As `scores.index_scores`; of keys from `limit` on, anything that is finite."""
-    if _sums_in_tiles(q, k.shape[1]):
-        return jax.vmap(sums.index_scores, (0, 0, 0, None))(q, heads, k, jnp.asarray(limit))
-    return scores.index_scores(q, heads, k)
+Limit = jax.Array | int
+
+
+def index_scores(q: jax.Array, heads: jax.Array, k: jax.Array, block: Block, limit: Limit) -> jax.Array:
+    """As `scores.index_scores`, of the queries of a block; of keys from `limit` on, anything that is finite."""
+    if _sums_in_tiles(block, k.shape[1]):
+        return jax.vmap(sums.index_scores, (0, 0, 0, None))(q, heads, k, _cut(block, limit))
+    return scores.index_scores(block.of(q, 2), block.of(heads, 2), k)
 
 
 def index_scores_backward(
-    q: jax.Array, heads: jax.Array, k: jax.Array, dscores: jax.Array, limit: jax.Array | int
+    q: jax.Array, heads: jax.Array, k: jax.Array, dscores: jax.Array, block: Block, limit: Limit
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """As `scores.index_scores_backward`, of which those from `limit` on are 0."""
-    if _sums_in_tiles(q, k.shape[1]):
-        return jax.vmap(sums.index_scores_backward, (0, 0, 0, 0, None))(q, heads, k, dscores, jnp.asarray(limit))
-    return scores.index_scores_backward(q, heads, k, dscores)
+    """As `scores.index_scores_backward`, of the queries of a block; gradients of scores from `limit` on are 0."""
+    if _sums_in_tiles(block, k.shape[1]):
+        batched = jax.vmap(sums.index_scores_backward, (0, 0, 0, 0, None))
+        return batched(q, heads, k, dscores, _cut(block, limit))
+    return scores.index_scores_backward(block.of(q, 2), block.of(heads, 2), k, dscores)
 
 
-def attention_to(count: int, q: jax.Array, lse: jax.Array, k: jax.Array, limit: jax.Array | int) -> jax.Array:
-    """As `scores.attention_to`; of keys from `limit` on, anything."""
-    if _sums_in_tiles(q, count):
+def attention_to(
+    count: int, q: jax.Array, lse: jax.Array, k: jax.Array, turn: Turn | None, block: Block, limit: Limit
+) -> jax.Array:
+    """As `scores.attention_to`, of the queries of a block; of keys from `limit` on, anything.
+
+    If they are not ready yet, they are made so by `turn`.
+    """
+    if _sums_in_tiles(block, count):
         attend = functools.partial(sums.attention_to, count)
-        return jax.vmap(attend, (0, 0, 0, None))(q, lse, k, jnp.asarray(limit))
-    return scores.attention_to(count, q, lse, k)
+        return jax.vmap(attend, (0, 0, 0, 0, None))(q, lse, k, turn, _cut(block, limit))
+    q, lse, turn = block.of(q, 2), block.of(lse, 2), jax.tree.map(lambda a: block.of(a, 1), turn)
+    return scores.attention_to(count, q if turn is None else ops.ready(q, turn), lse, k)
 
 
-def _sums_in_tiles(q: jax.Array, count: int) -> bool:
-    return is_tpu() and sums.can_sum(q.shape[2], count)
+def _sums_in_tiles(block: Block, count: int) -> bool:
+    return is_tpu() and sums.can_sum(block.size, count)
+
+
+def _cut(block: Block, limit: Limit) -> sums.Cut:
+    return sums.Cut(jnp.stack([jnp.asarray(limit), block.first // block.size]), block.size)
 
 
 # --------------------------------------------------------------------------------- grouped matmul

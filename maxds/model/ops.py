@@ -12,6 +12,7 @@ import qwix
 from jax import lax
 
 from maxds.architecture import Model, RopeScaling
+from maxds.model.tiles import Turn
 from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize
 
 # ------------------------------------------------------------------------------------------- matmul
@@ -37,8 +38,8 @@ def _matmul(subscripts, x, w):
 
 
 def _matmul_backward(subscripts, operands, dy):
-    (x, w), (of_x, of_w, of_y) = operands, _dimensions(subscripts)
-    return jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, w), _weight_gradient(jnp.einsum, subscripts, x, dy)
+    x, w = operands
+    return _input_gradient(subscripts, dy, w), _weight_gradient(jnp.einsum, subscripts, x, dy)
 
 
 _matmul.defvjp(lambda subscripts, *operands: (_matmul(subscripts, *operands), operands), _matmul_backward)
@@ -66,6 +67,18 @@ def _matmul_float8_backward(subscripts, residuals, dy):
 
 
 _matmul_float8.defvjp(_matmul_float8_forward, _matmul_float8_backward)
+
+
+def _input_gradient(subscripts: str, dy: jax.Array, w: jax.Array) -> jax.Array:
+    """The product of dy and w.
+
+    Of a matrix for each group, each row of the batch gets a copy: else TPU's compiler would turn the result.
+    """
+    of_x, of_w, of_y = _dimensions(subscripts)
+    if of_w[0] in of_x and of_w[0] in of_y:
+        copies = jnp.broadcast_to(w, (len(dy), *w.shape))
+        return jnp.einsum(f"{of_y[0]}{of_w},{of_y}->{of_x}", copies, dy)
+    return jnp.einsum(f"{of_y},{of_w}->{of_x}", dy, w)
 
 
 def _weight_gradient(einsum: Callable, subscripts: str, x: Any, dy: Any) -> jax.Array:
@@ -196,6 +209,11 @@ def rotate(x: jax.Array, table: RopeTable) -> jax.Array:
         for t, fill in zip(table, (1, 0), strict=True)
     )
     return (x.astype(jnp.float32) * cos + turned.astype(jnp.float32) * sin).astype(x.dtype)
+
+
+def ready(q: jax.Array, turn: Turn) -> jax.Array:
+    """Queries [B N S H], normalized, times the softmax scale, and rotated."""
+    return rotate(rms_norm(q, q.shape[-1] ** -0.5, turn.eps), (turn.cos, turn.sin))
 
 
 def rotate_halves(x: jax.Array, table: RopeTable) -> jax.Array:

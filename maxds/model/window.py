@@ -6,9 +6,9 @@ end. So scores [B N BLOCK window+BLOCK+E] exist at a time, and no more in the ba
 A head can also attend to nothing: its sink is one more score, whose value is zero.
 
 Values are rotated, for they are the keys; so the output is turned back by the angles of its query.
-"""
 
-from typing import Any
+Queries come as their product makes them, and are made ready here, or by the kernels.
+"""
 
 import flax.struct
 import jax
@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from maxds.model import kernels, sparse
-from maxds.model.kernels import Keys
-from maxds.model.ops import RopeTable, rotate
+from maxds.model import kernels
+from maxds.model.kernels import Block, Keys
+from maxds.model.ops import ready, rotate
+from maxds.model.tiles import Turn
 from maxds.model.tiles import window as tiles
 
 BLOCK = 128  # of queries
@@ -31,7 +32,7 @@ class Sight:
     segments: jax.Array  # [B S]
     keys: Keys  # the E entries
     selected: jax.Array | None  # as `sparse.pack`, [B S ceil(E / 8)]: those that are attended to; None: all
-    rope: RopeTable  # [B S R]: of the queries
+    turn: Turn  # of the queries
     window: int = flax.struct.field(pytree_node=False)  # tokens, the query's own included
 
     @property
@@ -47,10 +48,10 @@ def attention(
     sight: Sight,
     kept: tuple[jax.Array, jax.Array] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """Attention within documents, `turned_back`.
+    """Attention within documents, turned back.
 
     Args:
-      q: [B N S H], already multiplied by the softmax scale.
+      q: [B N S H], not ready yet.
       kv: keys, which are also the values: of tokens [B S H], of entries [B E H].
       sinks: [N] float32.
       sight: which of them a query sees.
@@ -101,29 +102,28 @@ def of_rows(sight: Sight) -> tiles.Sight:
     """As the kernels take it, of each row."""
     last = jnp.broadcast_to(sight.keys.last, sight.keys.segments.shape)
     of_keys = sight.keys.segments, last, sight.selected
-    return tiles.Sight(sight.segments, *of_keys, *sight.rope, sight.window, sight.keys.ratio)
+    return tiles.Sight(sight.segments, *of_keys, sight.turn, sight.window, sight.keys.ratio)
 
 
 def _attend(q, kv, sinks, sight):
-    padded = _padded(kv[0], sight)
+    q, padded = ready(q, sight.turn), _padded(kv[0], sight)
 
-    def block(end: int, _, q, *of_queries):
-        k = _keys(padded, kv[1], sight.keys.before(end), of_queries[-1], q.shape[2] + sight.back)
-        return None, attend_to(q, k, sinks, _seen(sight, end, *of_queries))
+    def block(end: int, _, own: Block):
+        k = _keys(padded, kv[1], sight.keys.before(end), own.first, own.size + sight.back)
+        return None, attend_to(own.of(q, 2), k, sinks, _seen(sight, end, own))
 
-    _, found = kernels.by_blocks(block, None, (q, 2), *_of_queries(sight), most=BLOCK)
+    _, found = kernels.by_blocks(block, None, q.shape[2], BLOCK)
     out, lse = (kernels.joined([of_span[i] for of_span in found], 2) for i in (0, 1))
-    return turned_back(out, sight.rope), lse
+    return turned_back(out, sight.turn), lse
 
 
-def turned_back(out: jax.Array, rope: RopeTable) -> jax.Array:
+def turned_back(out: jax.Array, turn: Turn) -> jax.Array:
     """Attention's output [B N S H] without the rotation that its values have."""
-    cos, sin = rope
-    return rotate(out, (cos, -sin))
+    return rotate(out, (turn.cos, -turn.sin))
 
 
 def attend_to(q: jax.Array, k: jax.Array, sinks: jax.Array, seen: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Output and log-sum-exp of few queries: to keys [B Z H], of those that are `seen`, [B Q Z] bool."""
+    """Output and log-sum-exp of few queries that are ready: to keys [B Z H], of those that are `seen`, [B Q Z] bool."""
     scores = _scores(q, k, seen)
     lse = jnp.logaddexp(jax.nn.logsumexp(scores, axis=-1), sinks[:, None])
     weights = jnp.exp(scores - lse[..., None]).astype(k.dtype)  # to the bit those of the backward pass
@@ -131,44 +131,39 @@ def attend_to(q: jax.Array, k: jax.Array, sinks: jax.Array, seen: jax.Array) -> 
 
 
 def _attend_backward(q, kv, sinks, sight, of_output):
+    q, pull = jax.vjp(lambda q: ready(q, sight.turn), q)
     padded = _padded(kv[0], sight)
     out, lse, dout = of_output
     delta = _dot("bnsh,bnsh->bns", dout, out)  # whichever way both are turned
-    of_output = lse, delta, rotate(dout, sight.rope)
+    of_queries = q, lse, delta, rotate(dout, (sight.turn.cos, sight.turn.sin))
 
-    def block(end: int, carry, q, lse, delta, dout, *of_queries):
+    def block(end: int, carry, own: Block):
         near, far, dsinks = carry
-        first, size = of_queries[-1], q.shape[2] + sight.back
+        first, size = own.first, own.size + sight.back
+        queries, lse, delta, dout = (own.of(a, 2) for a in of_queries)
         k = _keys(padded, kv[1], sight.keys.before(end), first, size)
-        weights = jnp.exp(_scores(q, k, _seen(sight, end, *of_queries)) - lse[..., None])
+        weights = jnp.exp(_scores(queries, k, _seen(sight, end, own)) - lse[..., None])
         dk = _dot("bnqz,bnqh->bzh", weights.astype(k.dtype), dout)
         dscores = (weights * (_dot("bnqh,bzh->bnqz", dout, k) - delta[..., None])).astype(q.dtype)
-        dk += _dot("bnqz,bnqh->bzh", dscores, q)
+        dk += _dot("bnqz,bnqh->bzh", dscores, queries)
         near = lax.dynamic_update_slice_in_dim(near, _rows(near, first, size) + dk[:, :size], first, 1)
         far = far.at[:, : dk.shape[1] - size].add(dk[:, size:])
         dsinks -= jnp.sum(jnp.exp(sinks[:, None] - lse) * delta, axis=(0, 2))
         return (near, far, dsinks), jnp.einsum("bnqz,bzh->bnqh", dscores, k)
 
     start = [jnp.zeros(a.shape, jnp.float32) for a in (padded, kv[1], sinks)]
-    of_queries = [(a, 2) for a in (q, *of_output)]
-    (near, far, dsinks), dq = kernels.by_blocks(block, tuple(start), *of_queries, *_of_queries(sight), most=BLOCK)
-    return kernels.joined(dq, 2), (near[:, sight.back :].astype(q.dtype), far.astype(q.dtype)), dsinks
+    (near, far, dsinks), dq = kernels.by_blocks(block, tuple(start), q.shape[2], BLOCK)
+    return *pull(kernels.joined(dq, 2)), (near[:, sight.back :].astype(q.dtype), far.astype(q.dtype)), dsinks
 
 
-def _of_queries(sight: Sight) -> list[tuple[jax.Array, int]]:
-    """What `_seen` reads of its queries."""
-    return [(a, 1) for a in (sight.segments, sight.selected) if a is not None]
-
-
-def _seen(sight: Sight, end: int, segments: jax.Array, *more: Any) -> jax.Array:
+def _seen(sight: Sight, end: int, own: Block) -> jax.Array:
     """[B Q Z] bool: which of `_keys` a block of queries sees."""
-    *selected, first = more
-    size = segments.shape[1]
+    first, size, segments = own.first, own.size, own.of(sight.segments, 1)
     distance = jnp.arange(size)[:, None] + sight.back - jnp.arange(size + sight.back)
     before = jnp.pad(sight.segments, ((0, 0), (sight.back, 0)), constant_values=-1)
     same = segments[:, :, None] == _rows(before, first, size + sight.back)[:, None, :]
     keys = sight.keys.before(end)
-    far = sparse.unpack(selected[0])[..., : keys.count] if selected else kernels.visible(segments, keys, first)
+    far = kernels.seen(own, sight.segments, keys, sight.selected)
     return jnp.concatenate([same & (distance >= 0) & (distance < sight.back), far], axis=2)
 
 

@@ -12,6 +12,7 @@ row; others of attention one row, [heads tokens size], and `jax.vmap` makes a ba
 from collections.abc import Callable
 from typing import Any
 
+import flax.struct
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
@@ -26,6 +27,15 @@ LOWEST = -1e30  # stands for minus infinity, of which a difference would not be 
 KEYS = 0  # dimension of a tile; queries are 1
 
 
+@flax.struct.dataclass
+class Turn:
+    """What makes V4's queries ready (`ops.ready`): their norm, and the angles of their last R dimensions."""
+
+    cos: Array  # [S R] float32
+    sin: Array  # [S R]
+    eps: float = flax.struct.field(pytree_node=False)
+
+
 def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **how: Any) -> tuple:
     """Runs kernel(ahead, given, found, held) in each step of a grid.
 
@@ -37,11 +47,11 @@ def call(kernel: Callable, ahead: Any, given: list, found: list, held: list, **h
       held: what stays in VMEM from step to step, as `room`.
       **how: `grid`, its extents; `apart`, those of its dimensions, if any, whose steps know nothing of each other, so
         that a device with two cores (v5p) has half of them done by each, as of what `jax.vmap` adds; `flops` of all
-        products; `name` and `interpret`, as of `pallas_call`.
+        products; `unread`, bytes of arrays, if not all are read; `name` and `interpret`, as of `pallas_call`.
     """
     order = [pltpu.PARALLEL if n in how.get("apart", ()) else pltpu.ARBITRARY for n in range(len(how["grid"]))]
     moved = [a for a, _ in (*given, *found)]
-    bytes_moved = sum(a.size * a.dtype.itemsize for a in moved)
+    bytes_moved = sum(a.size * a.dtype.itemsize for a in moved) - how.get("unread", 0)
     arrays = tuple(_signed(a) if a.dtype == jnp.uint8 else a for a, _ in given)
     (results,) = pl.pallas_call(
         kernel,
@@ -104,6 +114,19 @@ def column(x: Array) -> Array:
 def columns(x: Array) -> Array:
     """As `column`, LANES times: [1 n] -> [n LANES]."""
     return jnp.broadcast_to(x.astype(jnp.float32), (LANES, x.shape[1])).T
+
+
+def rotated_last(x: Array, cos: Array, sin: Array) -> Array:
+    """[… H n], the last R rows of which are `rotated` by angles [R n]."""
+    still, rows = jnp.split(x, [x.shape[-2] - len(cos)], axis=-2)
+    return jnp.concatenate([still, rotated(rows, cos, sin)], axis=-2)
+
+
+def ready(x: Array, cos: Array, sin: Array, eps: float) -> tuple[Array, Array]:
+    """Queries [H n] of a head, as of `ops.ready`, and what they were multiplied by before they were rotated [1 n]."""
+    exact = x.astype(jnp.float32)
+    by = len(x) ** -0.5 * lax.rsqrt(jnp.mean(exact * exact, axis=0, keepdims=True) + eps)
+    return rotated_last(exact * by, cos, sin).astype(x.dtype), by
 
 
 def rotated(x: Array, cos: Array, sin: Array) -> Array:

@@ -1,7 +1,10 @@
 """Attention to a window of tokens and to entries beside it, with one key, which is also the value, for all heads.
 
 Queries of several heads share their keys, and so lie side by side along the lanes of a tile. In the first step of a
-block of queries the keys are the tokens of its windows, in each further one a block of entries.
+block of queries the keys are the tokens of its windows, and the entries if these are few; in each further one a block
+of entries.
+
+Queries come as their product makes them, and are made ready here: so that is no pass over arrays of all heads in HBM.
 """
 
 import functools
@@ -22,18 +25,21 @@ from maxds.model.tiles import (
     LOWEST,
     MOST,
     WAITING,
+    Turn,
     block_of,
     call,
     column,
     dot,
     group_of,
     like,
+    ready,
     room,
-    rotated,
+    rotated_last,
     turned,
 )
 
 NOWHERE = -1  # segment of entries that are not there
+ROWS = 32  # of a tile: few entries are multiplied as whole ones
 
 
 @flax.struct.dataclass
@@ -44,8 +50,7 @@ class Sight:
     entries: Array  # [E] int32: their segments
     last: Array  # [E] int32: where in the row their last token is
     selected: Array | None  # as `sparse.pack`, [S ceil(E / 8)]: the entries that are attended to; None: all
-    cos: Array  # [S R] float32: of the angles by which the last R of the output's dimensions are turned back
-    sin: Array  # [S R]
+    turn: Turn  # [S R]: of the queries
     window: int = flax.struct.field(pytree_node=False)  # tokens, the query's own included
     ratio: int = flax.struct.field(pytree_node=False)  # tokens of an entry
 
@@ -56,8 +61,10 @@ class Plan(NamedTuple):
     window: int  # tokens, the query's own included
     ratio: int  # tokens of an entry
     entries: int
-    block: int  # entries of a tile
+    block: int  # entries of a tile, in memory
     width: int  # of these, selected by the same bit of their bytes
+    few: int  # entries that are multiplied with the tokens, and are all that there are; 0: they have tiles of their own
+    eps: float  # of the norm of queries
 
     @property
     def back(self) -> int:
@@ -69,6 +76,11 @@ class Plan(NamedTuple):
         """Of entries."""
         return -(-self.entries // self.block)
 
+    @property
+    def steps(self) -> int:
+        """Of a block of queries."""
+        return 1 if self.few else 1 + self.tiles
+
     def complete(self, query: Array) -> Array:
         """Entries that a block of queries may see."""
         return lax.div((query + 1) * LANES, self.ratio)
@@ -76,12 +88,14 @@ class Plan(NamedTuple):
 
 def plan(sight: Sight) -> Plan:
     """That of a row."""
-    window, ratio, entries = sight.window, sight.ratio, len(sight.entries)
+    entries, few = len(sight.entries), 0
     if sight.selected is None:
-        block = min(MOST, -(-max(entries, 1) // LANES) * LANES)
-        return Plan(window, ratio, entries, block, block)
-    width = block_of(entries // 8)
-    return Plan(window, ratio, entries, MOST if width == entries // 8 else width, width)
+        block = width = min(MOST, -(-max(entries, 1) // LANES) * LANES)
+        few = -(-entries // ROWS) * ROWS if entries <= LANES else 0
+    else:
+        width = block_of(entries // 8)
+        block = MOST if width == entries // 8 else width
+    return Plan(sight.window, sight.ratio, entries, block, width, few, sight.turn.eps)
 
 
 def can_attend(length: int, size: int, window: int, entries: int, *, selected: bool) -> bool:
@@ -93,10 +107,10 @@ def can_attend(length: int, size: int, window: int, entries: int, *, selected: b
 def attend(
     q: Array, kv: tuple[Array, Array], sinks: Array, sight: Sight, *, interpret: Any = False
 ) -> tuple[Array, Array]:
-    """Attention of one row, of which pairs (2j, 2j+1) of the output's last dimensions are turned back.
+    """Attention of one row.
 
     Args:
-      q: [N S H], already multiplied by the softmax scale.
+      q: [N S H]; they are made ready here, and the output is turned back.
       kv: keys, which are also the values: of tokens [S H], of entries [E H].
       sinks: [N] float32: of each head the score of nothing.
       sight: which of them a query sees.
@@ -112,28 +126,33 @@ def attend(
     out, lse = call(
         functools.partial(_attend, p),
         (),
-        [(turned(q), of_query(size)), *_by_head(group, sinks), *_angles(sight), *given],
+        [(turned(q), of_query(size)), *_by_head(group, sinks), *_angles(sight.turn), *given],
         [(like(turned(q)), of_query(size)), (_of_row(heads, length), of_query(1))],
-        [room(1, lanes), room(1, lanes), room(size, lanes)],
-        grid=(length // LANES, heads // group, 1 + p.tiles),
+        [room(size, lanes, dtype=q.dtype), room(1, lanes), room(1, lanes), room(size, lanes)],
+        grid=(length // LANES, heads // group, p.steps),
         flops=4 * _pairs(p, length) * heads * size,
-        name="attend_window",
+        name=_name(sight),
         interpret=interpret,
     )
     return turned(out), lse[:, 0]
 
 
+def _name(sight: Sight) -> str:
+    return "attend_window" if sight.selected is None else "attend_window_selected"
+
+
 def _attend(p, _, given, found, held):
-    (q, sinks, cos, sin, *keys), (out, lse), (highest, total, summed) = given, found, held
+    (q, sinks, cos, sin, *keys), (out, lse), (queries, highest, total, summed) = given, found, held
 
     @pl.when(pl.program_id(2) == 0)
     def _():
+        _make_ready(p, (q, cos, sin), queries)
         highest[...] = _beside(sinks)
         total[...] = jnp.ones(total.shape, jnp.float32)
         summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
     def add(k: Array, hidden: Array) -> None:
-        scores = dot(k, _beside(q), 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
+        scores = dot(k, queries[...], 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
         before = highest[...]
         now = jnp.maximum(before, jnp.max(scores, axis=KEYS, keepdims=True))
         weights, old = jnp.exp(scores - now), jnp.exp(before - now)
@@ -141,12 +160,13 @@ def _attend(p, _, given, found, held):
         total[...] = total[...] * old + jnp.sum(weights, axis=KEYS, keepdims=True)
         summed[...] = summed[...] * old + dot(k, weights.astype(k.dtype), 1, 0)
 
-    _visit(p, keys, lambda k, hidden, _: add(k, hidden))
+    _visit(p, keys, add, add)
 
-    @pl.when(pl.program_id(2) == p.tiles)
+    @pl.when(pl.program_id(2) == p.steps - 1)
     def _():
         _apart(lse, highest[...] + jnp.log(total[...]))
-        _apart(out, _turned(summed[...] / total[...], cos[...], -sin[...]))
+        for h, lanes in enumerate(_lanes(len(out))):
+            out[h] = rotated_last(summed[:, lanes] / total[:, lanes], cos[...], -sin[...]).astype(out.dtype)
 
 
 def attend_backward(
@@ -172,13 +192,13 @@ def attend_backward(
         return 0, jnp.where((b == blocks - 1) & (g == groups - 1), jnp.maximum(e - 1, 0), 0)
 
     of_output = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)  # whichever way both are turned
-    q, dout = turned(q), turned(dout)
+    of_queries = turned(q), lse[:, None], of_output[:, None], turned(dout)
     dq, dnear, dfar = call(
         functools.partial(_attend_backward, p),
         (),
-        [*((a, of_query(a.shape[1])) for a in (q, lse[:, None], of_output[:, None], dout)), *_angles(sight), *given],
+        [*((a, of_query(a.shape[1])) for a in of_queries), *_angles(sight.turn), *given],
         [
-            (like(q), of_query(size)),
+            (like(of_queries[0]), of_query(size)),
             (
                 jax.ShapeDtypeStruct((blocks, size, near), jnp.float32),
                 pl.BlockSpec((1, size, near), lambda b, *_: (b, 0, 0)),
@@ -188,10 +208,13 @@ def attend_backward(
                 pl.BlockSpec((size, p.block), when_last),
             ),
         ],
-        [room(size, lanes), room(max(p.tiles, 1), size, p.block)],
-        grid=(blocks, groups, 1 + p.tiles),
+        [
+            *(room(size, lanes, dtype=q.dtype), room(group, 1, LANES), room(size, lanes, dtype=q.dtype)),
+            *(room(size, lanes), room(max(p.tiles, 1), size, p.block)),
+        ],
+        grid=(blocks, groups, p.steps),
         flops=10 * _pairs(p, length) * heads * size,
-        name="attend_window_backward",
+        name=f"{_name(sight)}_backward",
         interpret=interpret,
     )
     dsinks = -jnp.sum(jnp.exp(sinks[:, None] - lse) * of_output, axis=1)
@@ -199,7 +222,8 @@ def attend_backward(
 
 
 def _attend_backward(p, _, given, found, held):
-    (q, lse, of_output, dout, cos, sin, *keys), (dq, dnear, dfar), (dqs, dfars) = given, found, held
+    (q, lse, of_output, dout, cos, sin, *keys), (dq, dnear, dfar) = given, found
+    queries, by, gradients, dqs, dfars = held
     b, g, e = (pl.program_id(i) for i in range(3))
 
     @pl.when((b == 0) & (g == 0))
@@ -208,37 +232,43 @@ def _attend_backward(p, _, given, found, held):
 
     @pl.when(e == 0)
     def _():
+        _make_ready(p, (q, cos, sin), queries, by)
+        _turn((dout, cos, sin), gradients)
         dqs[...] = jnp.zeros(dqs.shape, jnp.float32)
 
     @pl.when((g == 0) & (e == 0))
     def _():
         dnear[...] = jnp.zeros(dnear.shape, jnp.float32)
 
-    def add(k: Array, hidden: Array, entries: bool) -> None:
-        queries, gradients = _beside(q), _turned(_beside(dout), cos[...], sin[...])
-        scores = dot(k, queries, 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
+    def add(k: Array, hidden: Array) -> Array:
+        scores = dot(k, queries[...], 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
         weights = jnp.exp(scores - _beside(lse))
-        dscores = (weights * (dot(k, gradients, 0, 0) - _beside(of_output))).astype(k.dtype)
+        dscores = (weights * (dot(k, gradients[...], 0, 0) - _beside(of_output))).astype(k.dtype)
         dqs[...] += dot(k, dscores, 1, 0)
-        dk = dot(gradients, weights.astype(k.dtype), 1, 1) + dot(queries, dscores, 1, 1)
-        if entries:
-            dfars[e - 1] += dk
-        else:
-            dnear[0] += dk
+        return dot(gradients[...], weights.astype(k.dtype), 1, 1) + dot(queries[...], dscores, 1, 1)
 
-    _visit(p, keys, add)
+    def add_near(k: Array, hidden: Array) -> None:
+        dk, tokens = add(k, hidden), dnear.shape[2]
+        dnear[0] += dk[:, :tokens]
+        if p.few:
+            dfars[0, :, : p.few] += dk[:, tokens:]
 
-    @pl.when(e == p.tiles)
+    def add_far(k: Array, hidden: Array) -> None:
+        dfars[e - 1] += add(k, hidden)
+
+    _visit(p, keys, add_near, add_far)
+
+    @pl.when(e == p.steps - 1)
     def _():
-        _apart(dq, dqs[...])
+        _gradients_of_ready(dqs, (queries, by, cos, sin), dq)
 
     @pl.when((b == pl.num_programs(0) - 1) & (g == pl.num_programs(1) - 1))
     def _():
         dfar[...] = dfars[jnp.maximum(e - 1, 0)]
 
 
-def _visit(p: Plan, keys: list, add: Callable) -> None:
-    """Calls add(k [H n], hidden [n LANES], whether they are entries) with the keys of this step, if any are seen."""
+def _visit(p: Plan, keys: list, add_near: Callable, add_far: Callable) -> None:
+    """Calls one with the keys of this step, if any are seen: [H n], and what is added to scores, [n LANES]."""
     b, e = pl.program_id(0), pl.program_id(2)
     own, *keys = keys
     near, segments, (far, *of_entries) = keys[: p.back + 1], keys[p.back + 1 : 2 * p.back + 2], keys[2 * p.back + 2 :]
@@ -246,13 +276,17 @@ def _visit(p: Plan, keys: list, add: Callable) -> None:
     @pl.when(e == 0)
     def _():
         of_keys = jnp.concatenate([s[...] for s in segments], axis=1)
-        add(jnp.concatenate([k[...] for k in near], axis=1), _not_near(p, b, own[...], of_keys), False)
+        k, hidden = [a[...] for a in near], [_not_near(p, b, own[...], of_keys)]
+        if p.few:
+            k.append(far[:, : p.few])
+            hidden.append(_not_far(p, b, 0, own[...], of_entries)[: p.few])
+        add_near(jnp.concatenate(k, axis=1), jnp.concatenate(hidden))
 
-    if p.tiles:
+    if p.steps > 1:
 
         @pl.when((e > 0) & ((e - 1) * p.block < p.complete(b)))
         def _():
-            add(far[...], _not_far(p, b, e - 1, own[...], of_entries), True)
+            add_far(far[...], _not_far(p, b, e - 1, own[...], of_entries))
 
 
 def _not_near(p: Plan, query: Array, own: Array, of_keys: Array) -> Array:
@@ -264,7 +298,7 @@ def _not_near(p: Plan, query: Array, own: Array, of_keys: Array) -> Array:
     return jnp.where(outside | (of_keys != own), LOWEST, 0.0)
 
 
-def _not_far(p: Plan, query: Array, tile: Array, own: Array, of_entries: list) -> Array:
+def _not_far(p: Plan, query: Array, tile: Array | int, own: Array, of_entries: list) -> Array:
     """[entries queries]: 0, or LOWEST of entries that are not seen, or not selected."""
     if len(of_entries) == 1:
         bits, first = of_entries[0][...].astype(jnp.int32), lax.div(tile * p.block, p.entries // 8)
@@ -275,11 +309,29 @@ def _not_far(p: Plan, query: Array, tile: Array, own: Array, of_entries: list) -
     return jnp.where(later | (of_keys != own.astype(jnp.float32)), LOWEST, 0.0)
 
 
-def _turned(x: Array, cos: Array, sin: Array) -> Array:
-    """[H lanes], the last R rows of which are turned by angles [R LANES], the same for each head."""
-    still, rows = jnp.split(x, [x.shape[0] - len(cos)])
-    cos, sin = (jnp.concatenate([a] * (x.shape[1] // LANES), axis=1) for a in (cos, sin))
-    return jnp.concatenate([still, rotated(rows, cos, sin)])
+def _make_ready(p: Plan, given: tuple[Any, Any, Any], queries: Any, by: Any = None) -> None:
+    """Lays a group's queries out as they are multiplied, and what they are normalized by."""
+    q, cos, sin = given
+    for h, lanes in enumerate(_lanes(len(q))):
+        queries[:, lanes], size = ready(q[h], cos[...], sin[...], p.eps)
+        if by is not None:
+            by[h] = size
+
+
+def _turn(given: tuple[Any, Any, Any], gradients: Any) -> None:
+    """The same of a group's gradients, which are turned alone."""
+    dout, cos, sin = given
+    for h, lanes in enumerate(_lanes(len(dout))):
+        gradients[:, lanes] = rotated_last(dout[h], cos[...], sin[...])
+
+
+def _gradients_of_ready(dqs: Any, given: tuple[Any, Any, Any, Any], dq: Any) -> None:
+    """Writes those of queries, given those of what `_make_ready` laid out."""
+    queries, by, cos, sin = given
+    for h, lanes in enumerate(_lanes(len(dq))):
+        x, dx = queries[:, lanes].astype(jnp.float32), dqs[:, lanes]
+        dx = by[h] * (dx - x * jnp.sum(x * dx, axis=0, keepdims=True))
+        dq[h] = rotated_last(dx, cos[...], -sin[...]).astype(dq.dtype)
 
 
 def _iota(keys: int, dimension: int) -> Array:
@@ -293,8 +345,13 @@ def _beside(x: Any) -> Array:
 
 def _apart(to: Any, x: Array) -> None:
     """The inverse of `_beside`."""
-    for h in range(len(to)):
-        to[h] = x[:, h * LANES : (h + 1) * LANES].astype(to.dtype)
+    for h, lanes in enumerate(_lanes(len(to))):
+        to[h] = x[:, lanes]
+
+
+def _lanes(heads: int) -> list[slice]:
+    """Those of each head, where heads lie beside each other."""
+    return [slice(h * LANES, (h + 1) * LANES) for h in range(heads)]
 
 
 # -------------------------------------------------------------------------------------- what a step reads
@@ -348,8 +405,8 @@ def _by_head(group: int, sinks: Array) -> list:
     return [(of_lanes, pl.BlockSpec((group, 1, LANES), lambda b, g, *_: (g, 0, 0)))]
 
 
-def _angles(sight: Sight) -> list:
-    return [(turned(a), pl.BlockSpec((a.shape[1], LANES), lambda b, *_: (0, b))) for a in (sight.cos, sight.sin)]
+def _angles(turn: Turn) -> list:
+    return [(turned(a), pl.BlockSpec((a.shape[1], LANES), lambda b, *_: (0, b))) for a in (turn.cos, turn.sin)]
 
 
 def _of_row(heads: int, length: int) -> jax.ShapeDtypeStruct:
@@ -367,5 +424,5 @@ def _of_tokens(p: Plan, dnear: Array) -> Array:
 def _pairs(p: Plan, length: int) -> int:
     """Of queries and keys that are multiplied, by head."""
     ends = np.arange(LANES, length + LANES, LANES)
-    far = -(-np.minimum(ends // p.ratio, p.entries) // p.block) * p.block
+    far = p.few or -(-np.minimum(ends // p.ratio, p.entries) // p.block) * p.block
     return LANES * int(np.sum((1 + p.back) * LANES + far))
