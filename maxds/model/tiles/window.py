@@ -147,20 +147,25 @@ def _attend(p, _, given, found, held):
     @pl.when(pl.program_id(2) == 0)
     def _():
         _make_ready(p, (q, cos, sin), queries)
-        highest[...] = _beside(sinks)
-        total[...] = jnp.ones(total.shape, jnp.float32)
-        summed[...] = jnp.zeros(summed.shape, jnp.float32)
 
-    def add(k: Array, hidden: Array) -> None:
+    def add(k: Array, hidden: Array, before: Array) -> tuple[Array, Array, Array]:
+        """What earlier sums are multiplied by, and what is added to `total` and `summed`."""
         scores = dot(k, queries[...], 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
-        before = highest[...]
         now = jnp.maximum(before, jnp.max(scores, axis=KEYS, keepdims=True))
-        weights, old = jnp.exp(scores - now), jnp.exp(before - now)
-        highest[...] = now
-        total[...] = total[...] * old + jnp.sum(weights, axis=KEYS, keepdims=True)
-        summed[...] = summed[...] * old + dot(k, weights.astype(k.dtype), 1, 0)
+        highest[...], weights = now, jnp.exp(scores - now)
+        more = jnp.sum(weights, axis=KEYS, keepdims=True), dot(k, weights.astype(k.dtype), 1, 0)
+        return jnp.exp(before - now), *more
 
-    _visit(p, keys, add, add)
+    def begin(k: Array, hidden: Array) -> None:
+        of_sinks, more, summed[...] = add(k, hidden, _beside(sinks))
+        total[...] = of_sinks + more
+
+    def go_on(k: Array, hidden: Array) -> None:
+        old, more, more_summed = add(k, hidden, highest[...])
+        total[...] = total[...] * old + more
+        summed[...] = summed[...] * old + more_summed
+
+    _visit(p, keys, begin, go_on)
 
     @pl.when(pl.program_id(2) == p.steps - 1)
     def _():
@@ -234,29 +239,30 @@ def _attend_backward(p, _, given, found, held):
     def _():
         _make_ready(p, (q, cos, sin), queries, by)
         _turn((dout, cos, sin), gradients)
-        dqs[...] = jnp.zeros(dqs.shape, jnp.float32)
 
     @pl.when((g == 0) & (e == 0))
     def _():
         dnear[...] = jnp.zeros(dnear.shape, jnp.float32)
 
-    def add(k: Array, hidden: Array) -> Array:
+    def of_keys(k: Array, hidden: Array, first: bool) -> Array:
+        """Their gradient."""
         scores = dot(k, queries[...], 0, 0) + jnp.concatenate([hidden] * len(q), axis=1)
         weights = jnp.exp(scores - _beside(lse))
         dscores = (weights * (dot(k, gradients[...], 0, 0) - _beside(of_output))).astype(k.dtype)
-        dqs[...] += dot(k, dscores, 1, 0)
+        more = dot(k, dscores, 1, 0)
+        dqs[...] = more if first else dqs[...] + more
         return dot(gradients[...], weights.astype(k.dtype), 1, 1) + dot(queries[...], dscores, 1, 1)
 
-    def add_near(k: Array, hidden: Array) -> None:
-        dk, tokens = add(k, hidden), dnear.shape[2]
+    def begin(k: Array, hidden: Array) -> None:
+        dk, tokens = of_keys(k, hidden, True), dnear.shape[2]
         dnear[0] += dk[:, :tokens]
         if p.few:
             dfars[0, :, : p.few] += dk[:, tokens:]
 
-    def add_far(k: Array, hidden: Array) -> None:
-        dfars[e - 1] += add(k, hidden)
+    def go_on(k: Array, hidden: Array) -> None:
+        dfars[e - 1] += of_keys(k, hidden, False)
 
-    _visit(p, keys, add_near, add_far)
+    _visit(p, keys, begin, go_on)
 
     @pl.when(e == p.steps - 1)
     def _():
@@ -267,8 +273,8 @@ def _attend_backward(p, _, given, found, held):
         dfar[...] = dfars[jnp.maximum(e - 1, 0)]
 
 
-def _visit(p: Plan, keys: list, add_near: Callable, add_far: Callable) -> None:
-    """Calls one with the keys of this step, if any are seen: [H n], and what is added to scores, [n LANES]."""
+def _visit(p: Plan, keys: list, begin: Callable, go_on: Callable) -> None:
+    """Calls one with the keys of this step, if any are seen: [H n], and what is added to their scores, [n LANES]."""
     b, e = pl.program_id(0), pl.program_id(2)
     own, *keys = keys
     near, segments, (far, *of_entries) = keys[: p.back + 1], keys[p.back + 1 : 2 * p.back + 2], keys[2 * p.back + 2 :]
@@ -280,13 +286,13 @@ def _visit(p: Plan, keys: list, add_near: Callable, add_far: Callable) -> None:
         if p.few:
             k.append(far[:, : p.few])
             hidden.append(_not_far(p, b, 0, own[...], of_entries)[: p.few])
-        add_near(jnp.concatenate(k, axis=1), jnp.concatenate(hidden))
+        begin(jnp.concatenate(k, axis=1), jnp.concatenate(hidden))
 
     if p.steps > 1:
 
         @pl.when((e > 0) & ((e - 1) * p.block < p.complete(b)))
         def _():
-            add_far(far[...], _not_far(p, b, e - 1, own[...], of_entries))
+            go_on(far[...], _not_far(p, b, e - 1, own[...], of_entries))
 
 
 def _not_near(p: Plan, query: Array, own: Array, of_keys: Array) -> Array:
