@@ -61,7 +61,7 @@ def _summed(s: _Sum, given: tuple, cut: Cut, interpret: Any) -> Array:
     q, of_query, k, turn = given
     (heads, _, size), of_heads, queries = q.shape, len(k), cut.queries
     block, group = block_of(s.count), group_of(heads, HEADS)
-    at_head, at_key = _until(block)
+    at_head, at_query, at_key = _until(block)
     keys = pl.BlockSpec((min(group, of_heads), size, block), lambda j, g, ahead: (
         at_head(j, g if of_heads > 1 else 0, ahead), 0, at_key(j, g, ahead)
     ))  # fmt: skip
@@ -70,8 +70,8 @@ def _summed(s: _Sum, given: tuple, cut: Cut, interpret: Any) -> Array:
         functools.partial(_add_heads, s),
         cut.ahead,
         [
-            (turned(q), pl.BlockSpec((group, size, queries), lambda *at: (at_head(*at), 0, at[-1][1]))),
-            (of_query[:, None], pl.BlockSpec((group, 1, queries), lambda *at: (at_head(*at), 0, at[-1][1]))),
+            (turned(q), pl.BlockSpec((group, size, queries), at_query)),
+            (of_query[:, None], pl.BlockSpec((group, 1, queries), at_query)),
             (turned(k), keys),
             *((a, pl.BlockSpec((len(a), queries), lambda *at: (0, at[-1][1]))) for a in angles),
         ],
@@ -117,21 +117,18 @@ def index_scores_backward(
     (count, _, size), (queries, keys) = q.shape, dscores.shape
     block, group = block_of(keys), group_of(count, HEADS)
     steps = keys // block, count // group
-    at_head, at_key = _until(block)
+    _, at_query, at_key = _until(block)
 
     def when_last(j, g, _):
         return jnp.where(j == steps[0] - 1, g, 0), 0, 0
-
-    def own(*at):
-        return at_head(*at), 0, at[-1][1]
 
     of_query, per_query, of_key = (group, size, queries), (group, 1, queries), (size, block)
     dq, dheads, dk = call(
         _index_scores_backward,
         cut.ahead,
         [
-            (turned(q), pl.BlockSpec(of_query, own)),
-            (heads[:, None], pl.BlockSpec(per_query, own)),
+            (turned(q), pl.BlockSpec(of_query, at_query)),
+            (heads[:, None], pl.BlockSpec(per_query, at_query)),
             (turned(k), pl.BlockSpec(of_key, lambda *at: (0, at_key(*at)))),
             (dscores, pl.BlockSpec((queries, block), lambda *at: (0, at_key(*at)))),
         ],
@@ -194,13 +191,16 @@ def _of_other_blocks(queries: int, *arrays: Array) -> int:
     return sum(a.size // a.shape[1] * (a.shape[1] - queries) * a.dtype.itemsize for a in arrays)
 
 
-def _until(block: int) -> tuple[Callable, Callable]:
-    """Which heads and which keys a step reads; in blocks of keys from the limit on, those that it has at hand."""
+def _until(block: int) -> tuple[Callable, Callable, Callable]:
+    """Which heads, block of queries by heads, and keys a step reads; from the limit of keys on, those at hand."""
 
     def at_head(j, g, ahead):
         return jnp.where(j * block < ahead[0], g, 0)
 
+    def at_query(j, g, ahead):
+        return at_head(j, g, ahead), 0, ahead[1]
+
     def at_key(j, _, ahead):
         return jnp.where(j * block < ahead[0], j, 0)
 
-    return at_head, at_key
+    return at_head, at_query, at_key
