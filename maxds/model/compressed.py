@@ -201,13 +201,14 @@ def project(c: Model, w: CompressedAttention, out: jax.Array) -> jax.Array:
 def find_blocks(ratio: int, segments: jax.Array, positions: jax.Array, rope: RopeTable) -> Blocks:
     """The whole blocks of documents, by their segments and positions [B S]: S // ratio of each row, or one.
 
-    A block is found by its last token: the n-th of a row is the n-th token that is its block's last.
+    A block is found by its last token: the n-th of a row is the n-th token that is its block's last. These are sorted,
+    not searched for: that would be a loop of gathers.
     """
     rows, length = segments.shape
     count = max(length // ratio, 1)
     ends = ((segments > 0) & (positions % ratio == ratio - 1)).astype(jnp.int32)
     ended = jnp.cumsum(ends, axis=1)
-    last = jax.vmap(lambda of_row: jnp.searchsorted(of_row, 1 + jnp.arange(count)))(ended)
+    last = jnp.sort(jnp.where(ends > 0, jnp.arange(length), length), axis=1)[:, :count]
     owner = _taken(segments, last, -1)
     members = jnp.clip(last[:, :, None] - (ratio - 1) + jnp.arange(ratio), 0, length - 1)
     at = members[:, :, :1]
