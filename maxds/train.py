@@ -35,7 +35,6 @@ from maxds import (
     metrics,
     optimizer,
     records,
-    report,
     rollback,
     saves,
     trained,
@@ -310,6 +309,8 @@ def leave_config(config: Config, text: str) -> None:
 
 def finish(config: Config, training: loop.Loop, log: metrics.Log) -> None:
     """What a finished run leaves behind besides its checkpoints: a picture, and a sample if config asks for one."""
+    from maxds import report  # with matplotlib, a fifth of what a start would import
+
     log.flush()
     text = None
     if config.sample is not None:
