@@ -95,7 +95,7 @@ def test_another_version_of_the_compiler_is_refused(written, tmp_path):
     ("damage", "told"),
     [
         (lambda content: content[:-1], "is damaged or not whole"),
-        (lambda content: content[:-9] + b"X" + content[-8:], "is damaged or not whole"),
+        (lambda content: content[:-9] + bytes([content[-9] ^ 1]) + content[-8:], "is damaged or not whole"),
         (lambda content: content[:100], "is damaged or not whole, at 100 bytes"),
         (lambda content: b"", "is not an executable of maxds"),
         (lambda content: b"\x80\x04" + content, "is not an executable of maxds"),
