@@ -19,6 +19,8 @@ from test_checkpoint import damages, equal
 from maxds import checkpoint, config, host, local_checkpoint, mesh, shards
 from maxds.step import TrainState
 
+pytestmark = pytest.mark.newest
+
 MESH = mesh.make(config.Mesh(data=2, fsdp=2, expert=2))
 
 

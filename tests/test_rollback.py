@@ -12,6 +12,8 @@ from test_train import compile_cache, run, state  # noqa: F401
 from maxds import goodput, loop, metrics, records, rollback
 from maxds.data import Data
 
+pytestmark = pytest.mark.newest
+
 # Tokens that are no numbers all go to the same experts. There is room for them: further rounds may end the process (lab
 # log, 2026-11-23).
 SHORT = ["steps=14", *ONE_LAYER, "checkpoint.every_steps=4", "checkpoint.keep_last=3"]
