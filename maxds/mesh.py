@@ -29,8 +29,8 @@ SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_paralle
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
 # and copies do not, for they would wait there for gathers. Several gathers may be under way there: else each is waited
-# for before the next begins. Fusions may use 64 MiB of VMEM. On v6e, where little is computed beside what travels, the
-# compiler is told that this takes longer than it thinks: it would send it as late as it can.
+# for before the next begins. Fusions may use 64 MiB of VMEM. The compiler sends things as late as it can: so it is told
+# that scatters take longer than it thinks, and on v6e, where little is computed beside what travels, that gathers do.
 _ALL = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",
@@ -50,7 +50,11 @@ _SLOW = {
 _COMPILER_OPTIONS = {
     "TPU v5": _ALL | _QUEUED,
     "TPU v6 lite": _ALL | _QUEUED | _SLOW,
-    "TPU7x": _ALL | {"xla_tpu_sparse_core_gather_overlap_limit": "4"},
+    "TPU7x": _ALL
+    | {
+        "xla_tpu_sparse_core_gather_overlap_limit": "4",
+        "xla_tpu_sparse_core_reduce_scatter_latency_multiplier": "2",
+    },
 }
 # `batch_split` moves host transfers to another layer itself: the compiler would make every layer's program twice. Those
 # of `plain` begin early, for the compiler is told that they are slow.
