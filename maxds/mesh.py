@@ -29,8 +29,8 @@ SPLIT_BATCH = PartitionSpec(("data", "fsdp"), "expert")  # `mesh.context_paralle
 
 # Compiler options of a train step, by the kind of its devices. Collectives run on the SparseCores, beside the compute;
 # and copies do not, for they would wait there for gathers. Several gathers may be under way there: else each is waited
-# for before the next begins. Fusions may use 64 MiB of VMEM. The compiler sends things as late as it can: so it is told
-# that scatters take longer than it thinks, and on v6e, where little is computed beside what travels, that gathers do.
+# for before the next begins. Fusions may use 64 MiB of VMEM. The compiler sends things as late as it can: so on TPU7x
+# it is told that scatters take longer than it thinks, and on v6e, where little is computed beside them, gathers, too.
 _ALL = {
     "xla_tpu_enable_sparse_core_collective_offload_all_gather": "true",
     "xla_tpu_enable_sparse_core_collective_offload_reduce_scatter": "true",

@@ -16,6 +16,8 @@ from test_data import sentence, write_arrayrecord
 
 from maxds import watchdog
 
+pytestmark = pytest.mark.newest
+
 
 def records(folder):
     write_arrayrecord(folder / "0.array_record", [sentence(i).encode() * 8 for i in range(40)])
@@ -51,8 +53,6 @@ def test_a_process_that_waits_for_a_stopped_one_exits_with_6_and_says_where_it_s
 HOLDS_PYTHONS_LOCK = """
 import ctypes
 from maxds import watchdog
-
-pytestmark = pytest.mark.newest
 watchdog._GRACE = 1
 with watchdog.Watchdog(0.5, "RUN", "process 0 of 1") as watch:
     watch.progress("step 1")
