@@ -9,6 +9,7 @@ import jax
 import pytest
 import running
 from jax.experimental.compilation_cache import compilation_cache
+from xdist.scheduler import LoadFileScheduling
 
 from maxds.model.tiles import causal, gates, groups, home, sums, window
 
@@ -35,6 +36,18 @@ hypothesis.settings.register_profile(
     suppress_health_check=list(hypothesis.HealthCheck),
 )
 hypothesis.settings.load_profile("suite")
+
+
+class ByPrograms(LoadFileScheduling):
+    """The tests of a file go to one of pytest's workers; so do those of files that ask for the same `tiny.outcome`."""
+
+    def _split_scope(self, nodeid):
+        file = super()._split_scope(nodeid)
+        return "outcomes" if file.endswith(("test_oracle.py", "test_schedule.py", "test_step.py")) else file
+
+
+def pytest_xdist_make_scheduler(config, log):
+    return ByPrograms(config, log) if config.option.dist == "loadfile" else None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -64,8 +77,10 @@ def interpreted(monkeypatch):
 @pytest.fixture
 def collected():
     """What Orbax left is collected here, not in a later test: it does not wait for the other reads when one fails."""
+    gc.freeze()  # what was there before, for that takes a second
     yield
     gc.collect()
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
@@ -75,16 +90,19 @@ def no_process_left():
 
 
 @pytest.fixture(scope="session")
-def process_cache(tmp_path_factory):
-    """Compiled programs, shared by the processes that tests start."""
-    return tmp_path_factory.mktemp("process_cache")
+def program_cache(tmp_path_factory, worker_id):
+    """Of trainings in processes of their own and in those of pytest: what one has compiled, the others find."""
+    own = tmp_path_factory.getbasetemp()
+    cache = (own if worker_id == "master" else own.parent) / "program_cache"
+    cache.mkdir(exist_ok=True)
+    return cache
 
 
 @pytest.fixture(scope="session")
-def straight_run(tmp_path_factory, process_cache):
+def straight_run(tmp_path_factory, program_cache):
     """The folder of a run, a process of its own, that nothing interrupted."""
     folder = tmp_path_factory.mktemp("straight")
-    code, _, err = running.finish(running.start(folder, process_cache, *running.LONG))
+    code, _, err = running.finish(running.start(folder, program_cache, *running.LONG))
     assert code == 0, err
     return folder
 

@@ -34,6 +34,7 @@ def compiled(tmp_path_factory):
     return result.stdout, json.loads((folder / "out.json").read_text()), folder / "out.png"
 
 
+@pytest.mark.newest
 @needs_libtpu
 def test_a_step_is_compiled_for_a_tpu_that_is_not_here(compiled):
     text, found, picture = compiled
@@ -68,6 +69,7 @@ except executable.ExecutableError as error:
 """
 
 
+@pytest.mark.newest
 @needs_libtpu
 def test_its_executable_is_known_again_by_another_process_and_loaded_by_devices_only(compiled):
     text, _, picture = compiled
@@ -77,6 +79,7 @@ def test_its_executable_is_known_again_by_another_process_and_loaded_by_devices_
     assert result.stdout.startswith(f"--aot={path} cannot be loaded (INVALID_ARGUMENT: PjRtCompiler must be")
 
 
+@pytest.mark.newest
 @needs_libtpu
 def test_the_figures_agree_with_each_other(compiled):
     _, found, _ = compiled
@@ -91,6 +94,7 @@ def test_the_figures_agree_with_each_other(compiled):
     assert cost["tokens_per_second_per_chip"] == pytest.approx(2 * tokens / step)
 
 
+@pytest.mark.newest
 @needs_libtpu
 def test_communication_is_told_apart_by_mesh_axis(compiled):
     _, found, _ = compiled
@@ -99,6 +103,7 @@ def test_communication_is_told_apart_by_mesh_axis(compiled):
     assert found["cost"]["dcn_bytes"] == 0
 
 
+@pytest.mark.newest
 @needs_libtpu
 def test_every_source_is_in_the_package(compiled):
     _, found, _ = compiled
@@ -106,6 +111,7 @@ def test_every_source_is_in_the_package(compiled):
     assert sources and all(source.startswith("maxds/") for source in sources)
 
 
+@pytest.mark.newest
 @needs_libtpu
 def test_in_float8_weights_and_tokens_are_gathered_by_the_byte_and_grouped_matmuls_read_bytes():
     program = (
@@ -294,6 +300,7 @@ def test_the_compiler_of_every_tpu_takes_the_kernels_that_are_our_own(name):
 REPLICAS = ["mesh={data: 8, fsdp: 1, expert: 1}", "model.hidden_size=1024", "model.moe_intermediate_size=2048"]
 
 
+@pytest.mark.newest
 @needs_libtpu
 def test_what_does_not_fit_is_a_result_and_what_should_is_told(tmp_path):
     layers = "model.num_hidden_layers=64"

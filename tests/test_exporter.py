@@ -29,12 +29,12 @@ def fetched(port):
     return found
 
 
-def test_a_port_that_is_taken_is_told_before_anything_begins(tmp_path, process_cache):
+def test_a_port_that_is_taken_is_told_before_anything_begins(tmp_path, program_cache):
     with socket.socket() as taken:
         taken.bind(("", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        code, out, err = running.finish(running.start(tmp_path / "run", process_cache, f"prometheus_port={port}"))
+        code, out, err = running.finish(running.start(tmp_path / "run", program_cache, f"prometheus_port={port}"))
     assert (code, out) == (2, "")
     assert err == (
         f"prometheus_port={port} cannot be served on {socket.gethostname()} (Address already in use); "

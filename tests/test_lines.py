@@ -38,9 +38,9 @@ def test_what_libraries_log_and_warn_of_is_said_as_the_run_s_own_words_are():
     assert all((one["process"], one["host"]) == (3, socket.gethostname()) for one in found)
 
 
-def test_a_run_says_nothing_but_objects(tmp_path, process_cache):
+def test_a_run_says_nothing_but_objects(tmp_path, program_cache):
     asked = "steps=2", "log_format=json"
-    code, out, err = finish(start(tmp_path, process_cache, *LONG, *asked))
+    code, out, err = finish(start(tmp_path, program_cache, *LONG, *asked))
     assert (code, said(err)) == (0, [])
     found = said(out)
     assert all(one.keys() == {"time", "severity", "message", "process", "host"} for one in found)
@@ -48,8 +48,8 @@ def test_a_run_says_nothing_but_objects(tmp_path, process_cache):
     assert [one["message"][:8] for one in found].count("step 1/2") == 1
 
 
-def test_a_mistake_that_is_found_on_the_way_is_an_object_too(tmp_path, process_cache):
-    code, _, err = finish(start(tmp_path, process_cache, "log_format=json", "data.sources=[{kind: text, path: none}]"))
+def test_a_mistake_that_is_found_on_the_way_is_an_object_too(tmp_path, program_cache):
+    code, _, err = finish(start(tmp_path, program_cache, "log_format=json", "data.sources=[{kind: text, path: none}]"))
     (mistake,) = said(err)
     assert (code, mistake["severity"]) == (2, "ERROR")
     assert "none" in mistake["message"]

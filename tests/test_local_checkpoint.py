@@ -194,29 +194,29 @@ def test_what_devices_have_not_others_give_to_the_bit():
 EVERY = "checkpoint.local_every_steps=2"
 
 
-def test_a_killed_run_goes_on_from_its_own_host_to_the_bit(tmp_path, process_cache, straight_run):
+def test_a_killed_run_goes_on_from_its_own_host_to_the_bit(tmp_path, program_cache, straight_run):
     arguments = *LONG, "checkpoint.every_steps=20", f"checkpoint.local_dir={tmp_path}/local", EVERY
-    process = start(tmp_path / "run", process_cache, *arguments)
+    process = start(tmp_path / "run", program_cache, *arguments)
     wait_for_steps(process, tmp_path / "run", 35)
     process.kill()
     process.communicate()
     newest = newest_in(folder_of(tmp_path))
     assert newest > 20  # which the run's folder has
-    code, out, err = finish(start(tmp_path / "run", process_cache, *arguments))
+    code, out, err = finish(start(tmp_path / "run", program_cache, *arguments))
     assert code == 0, err
     assert f"restored from local checkpoint {newest}" in out and "to the bit" in out
     assert losses(tmp_path / "run") == losses(straight_run)
     assert checksums(tmp_path / "run") == checksums(straight_run)
     # Who deletes the run's folder wants another run.
     shutil.rmtree(tmp_path / "run")
-    code, out, err = finish(start(tmp_path / "run", process_cache, *arguments, "steps=2"))
+    code, out, err = finish(start(tmp_path / "run", program_cache, *arguments, "steps=2"))
     assert code == 0 and "initialized from seed" in out, err
     assert list(folder_of(tmp_path).iterdir()) == []
 
 
-def killed(folder, process_cache, arguments, steps):
+def killed(folder, program_cache, arguments, steps):
     """A run of two processes that are killed after so many steps; the second one's host is lost."""
-    pair = start_several(2, folder / "run", process_cache, *arguments, devices=4)
+    pair = start_several(2, folder / "run", program_cache, *arguments, devices=4)
     wait_for_steps(pair[0], folder / "run", steps)
     for process in pair:
         process.kill()
@@ -226,26 +226,26 @@ def killed(folder, process_cache, arguments, steps):
     shutil.rmtree(lost)
 
 
-def ended(folder, process_cache, arguments):
+def ended(folder, program_cache, arguments):
     """What the first of two processes says that go on with a run to its end."""
-    told = [finish(p) for p in start_several(2, folder / "run", process_cache, *arguments, devices=4)]
+    told = [finish(p) for p in start_several(2, folder / "run", program_cache, *arguments, devices=4)]
     assert [code for code, _, _ in told] == [0, 0], told
     return told[0][1]
 
 
-def test_a_process_that_has_lost_its_own_gets_it_from_its_replica(tmp_path, process_cache, straight):
+def test_a_process_that_has_lost_its_own_gets_it_from_its_replica(tmp_path, program_cache, straight):
     arguments = *LONG, f"checkpoint.local_dir={tmp_path}/local", EVERY  # each has the whole state, by `data`
-    killed(tmp_path, process_cache, arguments, 8)
+    killed(tmp_path, program_cache, arguments, 8)
     newest = newest_in(folder_of(tmp_path))
-    out = ended(tmp_path, process_cache, arguments)
+    out = ended(tmp_path, program_cache, arguments)
     assert f"restored from local checkpoint {newest}" in out
     assert losses(tmp_path / "run") == pytest.approx(straight, rel=1e-5)  # of one process
 
 
-def test_where_a_shard_is_gone_the_run_goes_on_from_its_folder(tmp_path, process_cache):
+def test_where_a_shard_is_gone_the_run_goes_on_from_its_folder(tmp_path, program_cache):
     arguments = [*LONG, "checkpoint.every_steps=30", f"checkpoint.local_dir={tmp_path}/local", EVERY]
     arguments += ["mesh={data: 1, fsdp: 4, expert: 2}"]
-    killed(tmp_path, process_cache, arguments, 40)
-    out = ended(tmp_path, process_cache, arguments)
+    killed(tmp_path, program_cache, arguments, 40)
+    out = ended(tmp_path, program_cache, arguments)
     assert re.search(r"warning: local checkpoint \d+ is skipped: of some shards there is none", out)
     assert "restored from checkpoint 30" in out and "to the bit" in out

@@ -18,8 +18,8 @@ from running import DEADLINE, LONG, ROOT, STEPS, TINY, finish, losses, rows, sta
 from maxds import goodput, records
 
 
-def test_sigterm_saves_and_exits_with_3_and_the_same_command_goes_on_to_the_bit(tmp_path, process_cache, straight):
-    process = start(tmp_path, process_cache, *LONG)
+def test_sigterm_saves_and_exits_with_3_and_the_same_command_goes_on_to_the_bit(tmp_path, program_cache, straight):
+    process = start(tmp_path, program_cache, *LONG)
     wait_for_steps(process, tmp_path, 2)
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
@@ -27,16 +27,16 @@ def test_sigterm_saves_and_exits_with_3_and_the_same_command_goes_on_to_the_bit(
     assert "stopped by SIGTERM after step" in out and "Traceback" not in err
     done = len(losses(tmp_path))
     assert 2 <= done < STEPS and (tmp_path / "checkpoints" / str(done)).is_dir()
-    code, out, _ = finish(start(tmp_path, process_cache, *LONG))
+    code, out, _ = finish(start(tmp_path, program_cache, *LONG))
     assert code == 0 and f"restored from checkpoint {done}" in out
     assert losses(tmp_path) == straight
 
 
 def test_a_training_serves_the_figures_of_its_last_step_and_ends_whoever_is_connected(
-    tmp_path, process_cache, straight
+    tmp_path, program_cache, straight
 ):
     port = test_exporter.free_port()
-    process = start(tmp_path, process_cache, *LONG, f"prometheus_port={port}")
+    process = start(tmp_path, program_cache, *LONG, f"prometheus_port={port}")
     wait_for_steps(process, tmp_path, 3)
     with contextlib.closing(socket.create_connection(("127.0.0.1", port))):  # who never asks
         found = test_exporter.fetched(port)
@@ -66,14 +66,14 @@ class Killed:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory, process_cache):
+def killed(tmp_path_factory, program_cache):
     folder, arguments, begin = tmp_path_factory.mktemp("killed"), [*LONG, "checkpoint.every_steps=20"], time.time()
-    process = start(folder, process_cache, *arguments)
+    process = start(folder, program_cache, *arguments)
     wait_for_steps(process, folder, 43)  # checkpoint 20 is complete by the time that 40 is due
     process.kill()
     process.communicate()
     taken = len(losses(folder))
-    code, out, err = finish(start(folder, process_cache, *arguments))
+    code, out, err = finish(start(folder, program_cache, *arguments))
     assert code == 0, err
     resumed = re.search(r"restored from checkpoint (\d+)", out)
     assert resumed, out
@@ -119,8 +119,8 @@ def test_a_restart_compiles_nothing_that_the_first_start_kept(tmp_path):
     assert "jit_train_step" in {name.partition("-")[0] for name in kept}
 
 
-def test_mistakes_in_the_config_exit_with_2_and_without_a_traceback(tmp_path, process_cache):
-    code, _, err = finish(start(tmp_path, process_cache, "optimzer.lr=1", "steps=ten"))
+def test_mistakes_in_the_config_exit_with_2_and_without_a_traceback(tmp_path, program_cache):
+    code, _, err = finish(start(tmp_path, program_cache, "optimzer.lr=1", "steps=ten"))
     assert code == 2
     assert err.splitlines() == [
         "override optimzer.lr=1: unknown key optimzer; did you mean optimizer?",
@@ -128,27 +128,27 @@ def test_mistakes_in_the_config_exit_with_2_and_without_a_traceback(tmp_path, pr
     ]
 
 
-def test_a_mesh_that_does_not_fit_exits_with_2(tmp_path, process_cache):
-    code, _, err = finish(start(tmp_path, process_cache, "mesh.fsdp=3"))
+def test_a_mesh_that_does_not_fit_exits_with_2(tmp_path, program_cache):
+    code, _, err = finish(start(tmp_path, program_cache, "mesh.fsdp=3"))
     assert code == 2 and "does not fit the 8 devices present" in err and "Traceback" not in err
     assert not any(tmp_path.iterdir())
 
 
-def test_two_processes_train_as_one_stop_together_and_one_alone_goes_on(tmp_path, process_cache, straight):
-    processes = start_several(2, tmp_path, process_cache, *LONG, devices=4)
+def test_two_processes_train_as_one_stop_together_and_one_alone_goes_on(tmp_path, program_cache, straight):
+    processes = start_several(2, tmp_path, program_cache, *LONG, devices=4)
     wait_for_steps(processes[0], tmp_path, 2)
     processes[1].send_signal(signal.SIGTERM)  # one of them hears it
     ended = [finish(process) for process in processes]
     assert [code for code, _, _ in ended] == [3, 3], ended
     assert "stopped by a preemption notice after step" in ended[0][1]
     assert not re.search("mesh|step|checkpoint", ended[1][1])  # the first one speaks for all; Gloo may still chatter
-    assert finish(start(tmp_path, process_cache, *LONG))[0] == 0
+    assert finish(start(tmp_path, program_cache, *LONG))[0] == 0
     assert losses(tmp_path) == pytest.approx(straight, rel=1e-5)
 
 
-def test_processes_that_have_parts_of_the_same_sequences_train_as_one(tmp_path, process_cache, straight):
+def test_processes_that_have_parts_of_the_same_sequences_train_as_one(tmp_path, program_cache, straight):
     mesh = ["mesh.data=1", "mesh.fsdp=1", "mesh.expert=2", "mesh.context_parallel=true"]
-    processes = start_several(2, tmp_path, process_cache, *LONG, "steps=6", *mesh, devices=1)
+    processes = start_several(2, tmp_path, program_cache, *LONG, "steps=6", *mesh, devices=1)
     ended = [finish(process) for process in processes]
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert losses(tmp_path) == pytest.approx(straight[:6], rel=1e-5)
@@ -168,9 +168,9 @@ if os.environ["JAX_PROCESS_ID"] == "1":
 """
 
 
-def test_a_process_that_is_late_with_its_data_is_named_and_the_others_know_that_they_waited(tmp_path, process_cache):
+def test_a_process_that_is_late_with_its_data_is_named_and_the_others_know_that_they_waited(tmp_path, program_cache):
     (tmp_path / "sitecustomize.py").write_text(SLOW_DATA)  # Python runs it first
-    first, _ = start_several(2, tmp_path / "run", process_cache, *LONG, devices=4, PYTHONPATH=f"{tmp_path}:{ROOT}")
+    first, _ = start_several(2, tmp_path / "run", program_cache, *LONG, devices=4, PYTHONPATH=f"{tmp_path}:{ROOT}")
     wait_for_steps(first, tmp_path / "run", 8)
     first.kill()
     out, _ = first.communicate()

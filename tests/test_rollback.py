@@ -170,10 +170,10 @@ def test_a_run_goes_back_any_number_of_times_as_long_as_it_gets_past_where_it_fa
         rollbacks.restore("abstract", 50, 54)  # pyright: ignore[reportArgumentType]
 
 
-def test_two_processes_go_back_together(without, tmp_path, process_cache):
+def test_two_processes_go_back_together(without, tmp_path, program_cache):
     arguments = *BACK, "mesh={data: 1, fsdp: 1, expert: 2}"
     bad = spoiled(tmp_path, BAD)
-    processes = start_several(2, tmp_path / "run", process_cache, *arguments, devices=1, **bad)
+    processes = start_several(2, tmp_path / "run", program_cache, *arguments, devices=1, **bad)
     ended = [finish(process) for process in processes]
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert ended[0][1].splitlines().count(SAID) == 1

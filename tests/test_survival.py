@@ -24,9 +24,9 @@ def records(folder):
     return f"data.sources=[{{kind: arrayrecord, path: {folder}}}]"
 
 
-def test_data_that_cannot_be_read_any_more_ends_the_run_with_5_and_one_sentence(tmp_path, process_cache):
+def test_data_that_cannot_be_read_any_more_ends_the_run_with_5_and_one_sentence(tmp_path, program_cache):
     (tmp_path / "data").mkdir()
-    process = start(tmp_path / "run", process_cache, *LONG, records(tmp_path / "data"))
+    process = start(tmp_path / "run", program_cache, *LONG, records(tmp_path / "data"))
     wait_for_steps(process, tmp_path / "run", 2)
     (tmp_path / "data" / "0.array_record").write_bytes(b"")
     code, _, err = finish(process)
@@ -35,8 +35,8 @@ def test_data_that_cannot_be_read_any_more_ends_the_run_with_5_and_one_sentence(
     assert "Traceback" not in err
 
 
-def test_a_process_that_waits_for_a_stopped_one_exits_with_6_and_says_where_it_stood(tmp_path, process_cache):
-    first, second = start_several(2, tmp_path, process_cache, *LONG, "hang_seconds=6", devices=4)
+def test_a_process_that_waits_for_a_stopped_one_exits_with_6_and_says_where_it_stood(tmp_path, program_cache):
+    first, second = start_several(2, tmp_path, program_cache, *LONG, "hang_seconds=6", devices=4)
     wait_for_steps(first, tmp_path, 2)
     second.send_signal(signal.SIGSTOP)
     code, _, err = finish(first)
@@ -111,8 +111,8 @@ def complete(run_dir):
     return {name for name in names if "orbax-checkpoint-tmp" not in name}
 
 
-def test_a_run_goes_on_while_storage_fails_and_saves_again_once_it_can(tmp_path, process_cache, straight):
-    process = start(tmp_path, process_cache, *LONG, *FORCED)
+def test_a_run_goes_on_while_storage_fails_and_saves_again_once_it_can(tmp_path, program_cache, straight):
+    process = start(tmp_path, program_cache, *LONG, *FORCED)
     wait_for(process.stdout, "checkpoint 10 saved")
     limit_files(process, 2000)
     err = wait_for(process.stderr, "ALARM: checkpoint")
@@ -128,9 +128,9 @@ def test_a_run_goes_on_while_storage_fails_and_saves_again_once_it_can(tmp_path,
 
 
 def test_a_full_disk_ends_a_run_with_7_after_many_misses_and_nothing_that_was_saved_is_lost(
-    small_disk, process_cache, straight
+    small_disk, program_cache, straight
 ):
-    process = start(small_disk / "run", process_cache, *LONG, *FORCED)
+    process = start(small_disk / "run", program_cache, *LONG, *FORCED)
     wait_for(process.stdout, "checkpoint 10 saved")
     with (small_disk / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while True:
@@ -142,20 +142,20 @@ def test_a_full_disk_ends_a_run_with_7_after_many_misses_and_nothing_that_was_sa
     assert f"8 saves in a row have failed; the last complete checkpoint is {saved}" in err
     assert complete(small_disk / "run") == {str(saved)}
     (small_disk / "filler").unlink()
-    code, out, err = finish(start(small_disk / "run", process_cache, *LONG, *FORCED))
+    code, out, err = finish(start(small_disk / "run", program_cache, *LONG, *FORCED))
     assert code == 0 and f"restored from checkpoint {saved}" in out, err
     assert losses(small_disk / "run") == straight
     assert [path.name for path in (small_disk / "run" / "checkpoints").iterdir()] == ["60"]
 
 
-def test_a_folder_that_cannot_be_written_ends_a_run_with_7_before_it_trains(tmp_path, process_cache):
+def test_a_folder_that_cannot_be_written_ends_a_run_with_7_before_it_trains(tmp_path, program_cache):
     (tmp_path / "file").touch()
-    code, _, err = finish(start(tmp_path / "file" / "run", process_cache, *LONG))
+    code, _, err = finish(start(tmp_path / "file" / "run", program_cache, *LONG))
     assert code == 7 and err.startswith(f"run_dir={tmp_path}/file/run cannot be used: ") and "Traceback" not in err
 
 
-def test_a_run_killed_at_random_moments_loses_nothing_that_it_reported_as_saved(tmp_path, process_cache, straight_run):
-    found = kills.lives(tmp_path, process_cache, random.Random(0), kills=3)
+def test_a_run_killed_at_random_moments_loses_nothing_that_it_reported_as_saved(tmp_path, program_cache, straight_run):
+    found = kills.lives(tmp_path, program_cache, random.Random(0), kills=3)
     assert found[-1].codes == [0], found[-1].err
     assert not kills.lost(found)
     assert losses(tmp_path) == losses(straight_run)

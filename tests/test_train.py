@@ -19,10 +19,9 @@ CACHE = None
 
 
 @pytest.fixture(scope="module", autouse=True)
-def compile_cache(tmp_path_factory):
-    """Runs of the same program compile it once."""
+def compile_cache(program_cache):
     global CACHE
-    CACHE = tmp_path_factory.mktemp("cache")
+    CACHE = program_cache
 
 
 def load(run_dir, *overrides):

@@ -16,6 +16,8 @@ from wandb.proto.wandb_internal_pb2 import Record
 
 from maxds import metrics, records, wandb_run
 
+pytestmark = pytest.mark.newest
+
 OFFLINE = {"WANDB_MODE": "offline"}
 EVALS = ["eval.every_steps=20", "eval.batches=1", "data.eval_fraction=0.2"]
 
@@ -51,8 +53,8 @@ def expected(run_dir):
             yield {"step": step, **{f"eval/{name}": value for name, value in evals[step].items()}}
 
 
-def test_a_run_is_one_at_wandb_with_the_figures_of_its_files_also_after_a_restart(tmp_path, process_cache):
-    arguments = tmp_path, process_cache, *running.LONG, *EVALS, "wandb=ours"
+def test_a_run_is_one_at_wandb_with_the_figures_of_its_files_also_after_a_restart(tmp_path, program_cache):
+    arguments = tmp_path, program_cache, *running.LONG, *EVALS, "wandb=ours"
     process = running.start(*arguments, **OFFLINE)
     running.wait_for_steps(process, tmp_path, 3)
     process.send_signal(signal.SIGTERM)
@@ -84,9 +86,9 @@ def test_another_run_is_another_at_wandb(tmp_path):
         ("a/b", OFFLINE, "wandb=a/b does not suit W&B: Invalid project name 'a/b': "),
     ],
 )
-def test_what_wandb_lacks_is_told_before_anything_begins(tmp_path, process_cache, project, environment, said):
+def test_what_wandb_lacks_is_told_before_anything_begins(tmp_path, program_cache, project, environment, said):
     nothing = {"HOME": str(tmp_path), "WANDB_API_KEY": "", "WANDB_MODE": "online"}
-    process = running.start(tmp_path / "run", process_cache, f"wandb={project}", **nothing | environment)
+    process = running.start(tmp_path / "run", program_cache, f"wandb={project}", **nothing | environment)
     code, out, err = running.finish(process)
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith(said)
@@ -100,27 +102,27 @@ def patched(folder, program):
     return {"PYTHONPATH": f"{folder}:{running.ROOT}"}
 
 
-def test_a_package_that_is_missing_is_told_before_anything_begins(tmp_path, process_cache):
+def test_a_package_that_is_missing_is_told_before_anything_begins(tmp_path, program_cache):
     hidden = patched(tmp_path / "site", "import sys; sys.modules['wandb'] = None")
-    code, out, err = running.finish(running.start(tmp_path / "run", process_cache, "wandb=ours", **hidden, **OFFLINE))
+    code, out, err = running.finish(running.start(tmp_path / "run", program_cache, "wandb=ours", **hidden, **OFFLINE))
     assert (code, out, err.count("\n")) == (2, "", 1), err
     assert err.startswith("wandb=ours needs W&B's package (") and err.endswith('; pip install "maxds[wandb]"\n')
     assert not (tmp_path / "run").exists()
 
 
-def test_a_server_that_does_not_answer_makes_the_run_offline(tmp_path, process_cache):
+def test_a_server_that_does_not_answer_makes_the_run_offline(tmp_path, program_cache):
     impatient = patched(tmp_path / "site", "from maxds import wandb_run; wandb_run._START_SECONDS = 1")
     server = {"WANDB_BASE_URL": f"http://127.0.0.1:{test_exporter.free_port()}", "WANDB_API_KEY": "0" * 40}
     environment = impatient | server | {"HOME": str(tmp_path), "WANDB_MODE": "online"}
     run_dir, arguments = tmp_path / "run", (*running.LONG, "steps=2", "wandb=ours")
-    code, _, err = running.finish(running.start(run_dir, process_cache, *arguments, **environment))
+    code, _, err = running.finish(running.start(run_dir, program_cache, *arguments, **environment))
     assert (code, err.count("\n")) == (0, 1), err
     assert err.startswith("ALARM: wandb=ours is not taken by W&B, and goes on offline: ")
     assert history(run_dir) == list(expected(run_dir))
 
 
-def test_a_service_that_is_killed_is_told_of_once_and_the_run_goes_on(tmp_path, process_cache):
-    process = running.start(tmp_path, process_cache, *running.LONG, "wandb=ours", **OFFLINE)
+def test_a_service_that_is_killed_is_told_of_once_and_the_run_goes_on(tmp_path, program_cache):
+    process = running.start(tmp_path, program_cache, *running.LONG, "wandb=ours", **OFFLINE)
     running.wait_for_steps(process, tmp_path, 3)
     (service,) = [child for child in psutil.Process(process.pid).children() if child.name() == "wandb-core"]
     service.kill()
