@@ -1,24 +1,34 @@
 """What the commands have in common: flags anywhere on the line, quiet libraries, one message for a mistake."""
 
+import contextlib
 import gc
 import logging as stdlib_logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from absl import app, flags, logging
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Parses the flags and runs `main` on the rest; exits with its code, or with 2 where a flag is mistaken."""
-    # Tracing makes millions of objects that stay: going through them all, again and again, was an eighth of a start.
-    gc.freeze()
-    gc.set_threshold(100_000)
+    gc.freeze()  # what is imported stays
     logging.set_verbosity(logging.WARNING)
     # Of failures that are told of in one sentence, Orbax logs tracebacks, through absl's own logger.
     logging.get_absl_logger().setLevel(stdlib_logging.CRITICAL)
     # Of a damaged checkpoint's many arrays, Orbax reports one and leaves the rest to be printed as never retrieved.
     stdlib_logging.getLogger("asyncio").setLevel(stdlib_logging.CRITICAL)
     app.run(main, flags_parser=_parse)
+
+
+@contextlib.contextmanager
+def seldom_collecting() -> Iterator[None]:
+    """For tracing, which makes millions of objects that stay: Python's collector would go through them all the time."""
+    often = gc.get_threshold()
+    gc.set_threshold(100_000)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*often)
 
 
 def _parse(args: list[str]) -> list[str]:

@@ -78,6 +78,7 @@ def main(args: list[str]) -> int:
     return 0
 
 
+@command.seldom_collecting()
 def attempt(path: str, overrides: list[str]) -> tuple[dict, step_lib.Stepper, jax.stages.Compiled | None]:
     """Compiles the step of a config, and prints the report; as `examine`, with the stepper."""
     config, _ = loader.load(Config, path, overrides)

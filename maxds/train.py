@@ -114,7 +114,8 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
     mesh_lib.initialize(config.mesh)
     if config.log_format == "json":
         lines.use_objects(jax.process_index())
-    with metrics.Log(config, primary=jax.process_index() == 0) as log:
+    with contextlib.ExitStack() as start, metrics.Log(config, primary=jax.process_index() == 0) as log:
+        start.enter_context(command.seldom_collecting())
         cache = mesh_lib.use_compile_cache(config.compile_cache_dir, log.note)
         stepper = make_stepper(config, log)
         data = open_data(config, cache, stepper.share, log)
@@ -162,6 +163,7 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
                 left_out=begin.left_out,
                 rollbacks=rollback.Rollbacks(saving, back) if back else None,
             )
+            start.close()
             finished = training.run(stop)
         if not finished:
             log.note(f"stopped by {stop.name} after step {training.step}; run the same command to go on")
