@@ -15,7 +15,7 @@ import math
 import platform
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 from etils import epath
@@ -24,19 +24,26 @@ from orbax.checkpoint.experimental import v1 as ocp
 
 import maxds
 from maxds import checksum, loader, params
+from maxds import mesh as mesh_lib
 from maxds.config import Config
 from maxds.params import Tree
 from maxds.step import TrainState
 
 PIECE_BYTES = 4 * 2**20, 64 * 2**20  # a stored piece of a weight is no smaller where it can be larger, and no larger
 _HALF_WRITTEN = ".orbax-checkpoint-tmp"  # follows the step in the name of a folder that is not complete
+_COMPLETE = "commit_success.txt"  # in a bucket, which renames no folder, is written into one that is
 _ABOUT = "_CHECKPOINT_METADATA"  # the file of a checkpoint with what it says of itself
 _MISREAD = ValueError, TypeError, KeyError, AttributeError  # by Orbax, where that file is damaged
+T = TypeVar("T")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class CheckpointError(ValueError):
     """A checkpoint cannot be used, or there is none."""
+
+
+class UnreadableError(CheckpointError):
+    """There are checkpoints, and none can be read: they are damaged, or their storage is out."""
 
 
 class DamageError(ValueError):
@@ -69,6 +76,13 @@ class Saved:
             raise DamageError("what it says of itself has another checksum than when it was saved")
         parts = about["config"], about["fingerprint"], about["shapes"], about["checksums"]
         return cls(step, *parts, about.get("left_out", 0))
+
+    def check(self, state: Tree) -> None:
+        """Raises DamageError unless a state, or a part of it, is what was saved. All processes call it together."""
+        if wrong := checksum.differing(self.checksums, checksum.of_arrays(state)):
+            raise DamageError(
+                f"{len(wrong)} arrays have another checksum than when they were saved, such as {wrong[0]}"
+            )
 
     @property
     def only_weights(self) -> bool:
@@ -107,7 +121,7 @@ class Checkpoints:
 
     def drop_half_written(self) -> None:
         """Deletes what saves have left, which takes room that the next one needs. None may be under way."""
-        for left in self.folder.glob(f"*{_HALF_WRITTEN}*") if jax.process_index() == 0 else ():
+        for left in _half_written(self.folder) if jax.process_index() == 0 else ():
             with contextlib.suppress(OSError):  # Orbax may still write there: the next failure, or start, tries again
                 left.rmtree()
         with contextlib.suppress(Exception):
@@ -179,31 +193,38 @@ class Checkpoints:
           until: of this step. Those of later ones are left out of account.
 
         Raises:
-          CheckpointError: there are checkpoints, but none can be read; or none of that step.
+          UnreadableError: there are checkpoints, but none can be read.
+          CheckpointError: there is none of that step.
         """
         steps = [found for found in self.steps() if found <= until]
         for chosen in [self.choose(step)] if step is not None else reversed(steps):
-            try:
-                saved = self.about(chosen)
-            except Exception as error:  # whatever a damaged folder makes of reading it
-                self._skip(chosen, error)
+            saved = self._together(chosen, self.about, chosen)
+            if saved is None:
                 continue
             check(saved)
             wanted = dataclasses.replace(abstract, opt_state=None) if saved.only_weights else abstract
-            try:
-                return self._load(saved, wanted)
-            except Exception as error:
-                self._skip(chosen, error)
+            state = self._together(chosen, self._load, saved, wanted)
+            if state is not None:
+                return state
         if steps:
-            raise CheckpointError(f"none of the checkpoints {', '.join(map(str, steps))} in {self.folder} can be read")
+            raise UnreadableError(f"none of the checkpoints {', '.join(map(str, steps))} in {self.folder} can be read")
         return None
+
+    def _together(self, step: int, read: Callable[..., T], *args: Any) -> T | None:
+        """`read(*args)` of a checkpoint. None, with a warning: a process cannot, and then none goes on with it."""
+        found, failure = None, None
+        try:
+            found = read(*args)
+        except Exception as error:  # whatever a damaged folder makes of reading it
+            failure = error
+        if failed := int(mesh_lib.of_all_processes(failure is not None).sum()):
+            self._skip(step, failure or DamageError(f"{failed} of {jax.process_count()} processes cannot read it"))
+            return None
+        return found
 
     def _load(self, saved: Saved, abstract: Tree) -> Tree:
         state = self.orbax.load_checkpointables(saved.step, {"state": abstract})["state"]
-        if wrong := checksum.differing(saved.checksums, checksum.of_arrays(state)):
-            raise DamageError(
-                f"{len(wrong)} arrays have another checksum than when they were saved, such as {wrong[0]}"
-            )
+        saved.check(state)
         return state
 
     def _skip(self, step: int, error: Exception) -> None:
@@ -280,8 +301,9 @@ def open_run(config: Config, warn: Callable[[str], None], *, read_only: bool = F
 
     Unless `read_only`, what an earlier process left half-written is deleted: only one process may write to a run.
     """
-    folder = epath.Path(config.run_dir).expanduser().resolve() / "checkpoints"  # Orbax wants an absolute path
-    for left in folder.glob(f"*{_HALF_WRITTEN}*") if folder.exists() else ():
+    # Orbax wants an absolute path, and to epath the address of a bucket is none.
+    folder = (config.folder if config.in_bucket else config.folder.resolve()) / "checkpoints"
+    for left in _half_written(folder):
         warn(f"warning: {left.name} is a half-written checkpoint and is skipped")
     policy, keep, damaged = config.checkpoint, ocp.training.preservation_policies, set()
     preserved = [_LatestSound(policy.keep_last, damaged)]
@@ -312,6 +334,15 @@ def open_run(config: Config, warn: Callable[[str], None], *, read_only: bool = F
             warn(f"warning: closing {folder}: {reason(error)}")
 
 
+def _half_written(folder: epath.Path) -> list[epath.Path]:
+    """Folders of checkpoints that are not complete; those that are being written, too."""
+    if not folder.exists():
+        return []
+    if "://" not in str(folder):
+        return list(folder.glob(f"*{_HALF_WRITTEN}*"))
+    return [of_step for of_step in folder.iterdir() if not (of_step / _COMPLETE).exists()]
+
+
 def _let_be_read(folder: epath.Path, warn: Callable[[str], None]) -> None:
     """Empties what damaged checkpoints say of themselves, for which Orbax would refuse all; leaves a copy."""
 
@@ -324,7 +355,8 @@ def _let_be_read(folder: epath.Path, warn: Callable[[str], None]) -> None:
             warn(f"warning: {about} is damaged ({reason(error)}); it is emptied, and {_ABOUT}.damaged is what it was")
 
     if jax.process_index() == 0:
-        found = [about for about in folder.glob(f"*/{_ABOUT}") if about.parent.name.isdigit()]
+        left = _half_written(folder)
+        found = [f for f in folder.glob(f"*/{_ABOUT}") if f.parent.name.isdigit() and f.parent not in left]
         with contextlib.suppress(Exception), concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(mend, found))  # of what fails else, Orbax or restoring will tell
     multihost_utils.sync_global_devices("what checkpoints say of themselves is sound")

@@ -6,12 +6,15 @@ import logging as stdlib_logging
 import sys
 from collections.abc import Callable, Iterator
 
+import fsspec.config
 from absl import app, flags, logging
 
 
 def run(main: Callable[[list[str]], int | None]) -> None:
     """Parses the flags and runs `main` on the rest; exits with its code, or with 2 where a flag is mistaken."""
     gc.freeze()  # what is imported stays
+    # What lies in a bucket is looked up each time, for other processes write there, too.
+    fsspec.config.conf.setdefault("gcs", {})["use_listings_cache"] = False
     logging.set_verbosity(logging.WARNING)
     # Of failures that are told of in one sentence, Orbax logs tracebacks, through absl's own logger.
     logging.get_absl_logger().setLevel(stdlib_logging.CRITICAL)

@@ -8,6 +8,8 @@ import itertools
 import math
 from typing import Literal
 
+from etils import epath
+
 from maxds.architecture import Model
 from maxds.section import require, section
 
@@ -77,11 +79,12 @@ class Schedule:
 
 
 Dtype = Literal["float32", "bfloat16"]
+_SMALLEST = 2.0**-126  # normal number of both
 
 
 @section
 class Precision:
-    params: Dtype = "float32"
+    params: Dtype = "float32"  # in bfloat16, what a step changes is rounded up or down by chance, and right on average
     grads: Dtype = "float32"  # of gradients, to which those of each part of a batch are added
     compute: Dtype = "bfloat16"  # of activations and gathered weights; router, norms and losses stay in float32
     # fp8_experts: routed experts' matmuls, their gathered weights and dispatched tokens in float8: e4m3 forward, e5m2
@@ -168,7 +171,9 @@ class Optimizer:
     muon_rms: float = 0.2  # of an update: as AdamW's, so that it can keep its learning rate and decay; V4: 0.18
     weight_decay: float = 0.1
     clip: float | None = 1.0  # global gradient norm
-    skip_spike: float | None = None  # skip a step whose gradient norm exceeds this multiple of its running mean
+    skip_spike: float | None = (
+        None  # skip a step whose gradient norm exceeds this multiple of its running mean, and count it as that
+    )
     # QK-Clip: after a step, heads whose largest attention score (as the softmax is given it) exceeded this have their
     # queries and keys scaled down to it. 100 in Kimi K2. null: none
     qk_clip: float | None = None
@@ -192,7 +197,10 @@ class Optimizer:
             *((0 <= getattr(self, k) < 1, f"{k}={getattr(self, k)} must be in [0, 1)") for k in ("b1", "b2")),
             (0 <= self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be in [0, 1)"),
             (self.muon_rms > 0, f"muon_rms={self.muon_rms} must be positive"),
-            (self.eps > 0, f"eps={self.eps} must be positive"),
+            (
+                self.eps >= (least := math.sqrt(_SMALLEST / (1 - self.b2))),
+                f"eps={self.eps} must be {least:.1e} at least: squares of gradients as small are zero in float32",
+            ),
             (self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative"),
             (self.clip is None or self.clip > 0, f"clip={self.clip} must be positive, or null"),
             (
@@ -560,8 +568,18 @@ class Config:
         )
 
     @property
+    def folder(self) -> epath.Path:
+        """`run_dir`, whose `~` is the home folder."""
+        return epath.Path(self.run_dir).expanduser()
+
+    @property
+    def in_bucket(self) -> bool:
+        """Whether `run_dir` is the address of a folder of an object store, such as gs://…"""
+        return "://" in self.run_dir
+
+    @property
     def compile_cache_dir(self) -> str | None:
         """Where compiled programs are kept; None: nowhere."""
         if self.compile_cache != "auto":
             return self.compile_cache
-        return f"{self.run_dir.rstrip('/')}/compile_cache" if "://" in self.run_dir else "~/.cache/maxds"
+        return f"{self.run_dir.rstrip('/')}/compile_cache" if self.in_bucket else "~/.cache/maxds"

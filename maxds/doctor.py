@@ -28,7 +28,7 @@ from etils import epath
 from jax.experimental import multihost_utils
 
 import maxds
-from maxds import command, describe, loader, optimizer, shards, trial
+from maxds import checkpoint, command, describe, loader, optimizer, shards, trial
 from maxds import data as data_lib
 from maxds import mesh as mesh_lib
 from maxds import step as step_lib
@@ -229,7 +229,23 @@ def probe(folder: str) -> str:
         ) from error
     if read != content:
         raise DoctorError(f"{folder} does not return what was written to it: set another")
+    if folder.startswith("gs://"):
+        _look_up(path)
     return f"{folder}: written, read and deleted in {time.monotonic() - start:.2f} s"
+
+
+def _look_up(path: epath.Path) -> None:
+    """Does what Orbax does to a bucket when it deletes a checkpoint."""
+    from google.cloud import storage  # takes a second, and only buckets need it
+
+    bucket = path.parts[2]
+    try:
+        storage.Client().get_bucket(bucket)
+    except Exception as error:
+        raise DoctorError(
+            f"{path}: the bucket cannot be looked up ({checkpoint.reason(error)}), and then no checkpoint can be "
+            f"deleted: give this user storage.buckets.get, as roles/storage.legacyBucketReader of {bucket} has it"
+        ) from error
 
 
 def local(config: Config) -> str:

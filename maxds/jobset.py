@@ -7,9 +7,9 @@ A pod's exit code decides what happens (maxds/train.py). A pod that fails fails 
 the whole JobSet, for a step needs every host:
 
     0         the job is complete
-    2, 4, 5   config, loss and data are the same next time: the JobSet fails at once
+    2, 4      config and loss are the same next time: the JobSet fails at once
     3         preempted and saved: it starts again, and is not counted. So does a pod that the cluster took away
-    others    6 hang, 7 storage, 1 a defect, a signal: it starts again, up to `max_restarts` times
+    others    5 data, 6 hang, 7 storage, 1 a defect, a signal: it starts again, up to `max_restarts` times
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from maxds.cluster import WORKERS, Cluster
 
 CONTAINER = "train"
 CONFIG = "/etc/maxds/config.yaml"
-HOPELESS = [2, 4, 5]
+HOPELESS = [2, 4]
 SAVED = [3]
 
 _FOREVER = 2**31 - 1  # what JobSet asks of `backoffLimit` with restarts in place

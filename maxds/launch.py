@@ -65,7 +65,7 @@ def check(config: Config, cluster: Cluster) -> None:
     """
     if config.mesh.cpu_devices is not None:
         raise LaunchError(f"mesh.cpu_devices={config.mesh.cpu_devices} trains on CPUs: set mesh.cpu_devices=null")
-    if "://" not in config.run_dir:
+    if not config.in_bucket:
         raise LaunchError(
             f"run_dir={config.run_dir} would be lost with its pod, checkpoints included: set run_dir=gs://bucket/folder"
         )

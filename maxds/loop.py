@@ -1,5 +1,6 @@
 """When things happen: steps, evaluation, checkpoints, profiling, and the ways a run can end."""
 
+import collections
 import contextlib
 import dataclasses
 import math
@@ -10,7 +11,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from etils import epath
 from jax.experimental import multihost_utils
 
 from maxds import checkpoint, goodput, integrity, local_checkpoint, metrics, rollback, saves, watchdog
@@ -128,7 +128,7 @@ class Loop:
         profile = self.config.profile
         if profile and self.step == profile.start:
             self.finish_step()
-            jax.profiler.start_trace(str(epath.Path(self.config.run_dir).expanduser() / "profile"))
+            jax.profiler.start_trace(str(self.config.folder / "profile"))
         if self.config.verify_every_steps and (self.step + 1) % self.config.verify_every_steps == 0:
             self.finish_step()
             with self._stopwatch.idle("other"):
@@ -279,15 +279,17 @@ class Loop:
 
     def evaluate(self) -> None:
         """Means of every term over the held-out batches."""
-        totals: dict[str, dict[str, float]] = {}
+        sums, counts = collections.Counter(), collections.Counter()
         weights = self.stepper.on_devices(self.state.params)
         held_out = self.data.eval_batches(self.config.eval.batches, *self.stepper.share)
         for rows in self._reading(held_out):
             found = self.stepper.evaluate(weights, self.state.router_bias, self.stepper.batch(rows))
-            totals = jax.tree.map(np.add, totals, jax.device_get(found)) if totals else jax.device_get(found)
+            found = jax.tree.map(lambda a: a.item(), jax.device_get(found))  # Python's numbers, which do not overflow
+            sums.update(found["sums"])
+            counts.update(found["counts"])
             self.watch.progress(f"a batch of the evaluation after step {self.step}")
         enabled = [name for name, coefficient in self.stepper.network.coefficients().items() if coefficient]
-        self.log.eval(self.step, {n: float(totals["sums"][n] / max(totals["counts"][n], 1)) for n in enabled})
+        self.log.eval(self.step, {n: sums[n] / max(counts[n], 1) for n in enabled})
         self._clock = time.perf_counter()
 
     # ------------------------------------------------------------------------------ step 0

@@ -113,12 +113,12 @@ class Log:
         self.note(f"tokens/s    all {tokens:,} tokens of a batch count, padding included")
         known = f"{peak / 1e12:,.0f} TFLOP/s of {device_kind}" if peak else f"unknown for {device_kind}"
         self.note(f"MFU         {flops.FORMULA}: {token_flops / 1e9:,.4g} GFLOP a token; peak {known}")
-        self._records = self._closing.enter_context(Records(self.config.run_dir, done, self.alarm))
+        self._records = self._closing.enter_context(Records(self.config.folder, done, self.alarm))
         if self.config.wandb is not None:
             with self.phase("wandb") as phase:
                 self._wandb = self._closing.enter_context(WandbRun(self.config, self.alarm))
                 phase.detail = self._wandb.place
-        self._account = goodput.Account(records.read(self.config.run_dir, TIMES))
+        self._account = goodput.Account(records.read(self.config.folder, TIMES))
         self._add_time(goodput.start(done, self._phases))
         if self._terminal:
             size = shutil.get_terminal_size()  # also where the terminal says that it has none

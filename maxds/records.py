@@ -44,12 +44,11 @@ def read(run_dir: str | os.PathLike, name: str) -> Iterator[dict[str, Any]]:
     """
     path = epath.Path(run_dir) / name
     if path.exists():
-        with path.open("rb") as lines:
-            for line in lines:
-                with contextlib.suppress(ValueError, RecursionError):
-                    row = json.loads(line)
-                    if isinstance(row, dict) and _NEEDED[name] <= row.keys():
-                        yield row
+        for line in path.read_bytes().split(b"\n"):  # a bucket's file, read line by line, is asked for again and again
+            with contextlib.suppress(ValueError, RecursionError):
+                row = json.loads(line)
+                if isinstance(row, dict) and _NEEDED[name] <= row.keys():
+                    yield row
 
 
 class Records:
@@ -64,8 +63,8 @@ class Records:
       OSError: the files cannot be opened.
     """
 
-    def __init__(self, run_dir: str, done: int, alarm: Callable[[str], None]):
-        self._run, self._remote, self._alarm = epath.Path(run_dir), "://" in run_dir, alarm
+    def __init__(self, run_dir: str | os.PathLike, done: int, alarm: Callable[[str], None]):
+        self._run, self._remote, self._alarm = epath.Path(run_dir), "://" in os.fspath(run_dir), alarm
         self._closing = contextlib.ExitStack()
         scratch = self._closing.enter_context(tempfile.TemporaryDirectory()) if self._remote else None
         self._local = pathlib.Path(scratch or run_dir)

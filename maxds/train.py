@@ -9,6 +9,7 @@ exit code 0   trained to `steps`                   3   stopped by SIGTERM or SIG
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import traceback
@@ -16,7 +17,6 @@ from collections.abc import Iterator
 
 import jax
 from absl import flags
-from etils import epath
 from jax.experimental import multihost_utils
 
 from maxds import (
@@ -67,7 +67,11 @@ MISTAKES = (
     wandb_run.WandbError,
 )
 CONFIG = "config.yaml"  # in a run's folder, from before its first step on
-EXIT_CODES = dict.fromkeys(MISTAKES, 2) | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}
+EXIT_CODES = (
+    {checkpoint.UnreadableError: 7}
+    | dict.fromkeys(MISTAKES, 2)
+    | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}
+)
 EXIT_CODES[integrity.CorruptionError] = 1
 USAGE = (
     "usage: python -m maxds.train CONFIG.yaml [key=value ...] [--aot=FILE] [--print_config | --describe [--devices=N]]"
@@ -122,7 +126,7 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
         program = load_executable(aot, stepper, log) if aot else None
         process = f"process {jax.process_index()} of {jax.process_count()}"
         with (
-            watchdog.Watchdog(config.hang_seconds, config.run_dir, process) as watch,
+            watchdog.Watchdog(config.hang_seconds, config.folder, process) as watch,
             checkpoint.open_run(config, log.note) as saved,
             local_checkpoint.open_local(config, log) as local,
             loop.Stop().listening() as stop,
@@ -138,6 +142,7 @@ def run(config: Config, text: str, aot: str | None = None) -> int:
                 return 0
             with writing(config):
                 leave_config(config, text)
+            stop.requested(done + begin.left_out)  # from here on JAX counts: no notice is lost while this compiles
             if program is None:
                 with log.phase("compile") as phase, watch.paused():
                     program, phase.detail = stepper.compile(), f"{config.schedule.kind} schedule"
@@ -204,7 +209,9 @@ def open_data(config: Config, cache: str | None, share: tuple[int, int], log: me
       UseError: the sample's prompt does not suit the model.
     """
     with log.phase("data") as phase:
-        data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, cache)
+        meet = functools.partial(multihost_utils.sync_global_devices, "documents are measured")
+        together = data_lib.Processes(jax.process_index(), jax.process_count(), meet)
+        data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, cache, together)
         if config.eval.every_steps is not None:
             data.eval_batches(config.eval.batches, *share)
         if config.sample is not None:
@@ -241,7 +248,7 @@ def restore_or_init(saved, local, stepper, data, log, watch) -> Begin:
         for line in changes:
             log.note(f"changed since checkpoint {about.step}: {line}")
 
-    rows = list(records.read(config.run_dir, records.STEPS))  # before the first process drops those to be repeated
+    rows = list(records.read(config.folder, records.STEPS))  # before the first process drops those to be repeated
     state, last = newest(saved, local, stepper, check)
     if local is not None:
         local.drop_after(0 if state is None else int(state.step))
@@ -267,7 +274,7 @@ def newest(saved, local, stepper, check) -> tuple[step_lib.TrainState | None, in
     Local ones are of no use to a run whose folder is gone, for its user wants another; nor at the end of a run.
     """
     config, last = stepper.config, max(saved.steps(), default=None)
-    if local is not None and (epath.Path(config.run_dir).expanduser() / CONFIG).exists():
+    if local is not None and (config.folder / CONFIG).exists():
         state = local.restore(stepper.abstract_state, check, last or 0, config.steps - 1)
         if state is not None:
             return state, last
@@ -302,7 +309,7 @@ def leave_config(config: Config, text: str) -> None:
     """Writes RUN/config.yaml, whole or not at all, from the first process."""
     if jax.process_index() != 0:
         return
-    folder = epath.Path(config.run_dir).expanduser()
+    folder = config.folder
     folder.mkdir(parents=True, exist_ok=True)
     partial = folder / f"{CONFIG}.partial"
     partial.write_text(text)
@@ -323,8 +330,8 @@ def finish(config: Config, training: loop.Loop, log: metrics.Log) -> None:
         return
     try:
         if text is not None:
-            (epath.Path(config.run_dir).expanduser() / "sample.txt").write_text(text)
-        log.note(f"picture     {report.write(config.run_dir)}")
+            (config.folder / "sample.txt").write_text(text)
+        log.note(f"picture     {report.write(config.folder)}")
     except OSError as error:
         log.alarm(f"the run is trained and saved, but its picture or sample could not be written: {error}")
 

@@ -95,7 +95,7 @@ def _start(config: Config, alarm: Callable[[str], None]) -> Any:
     """The run, as W&B knows it; offline, if its server does not take it."""
     from wandb import Settings, init, teardown  # as in `check`
 
-    folder = tempfile.gettempdir() if "://" in config.run_dir else str(epath.Path(config.run_dir).expanduser())
+    folder = tempfile.gettempdir() if config.in_bucket else str(config.folder)
     settings = Settings(
         **{"silent": True, "console": "off", "disable_code": True, "disable_git": True, "x_disable_stats": True},
         init_timeout=_START_SECONDS,
@@ -103,7 +103,12 @@ def _start(config: Config, alarm: Callable[[str], None]) -> Any:
         finish_timeout_raises=True,
         stop_fn=lambda: alarm("W&B was asked to stop this run, which only SIGTERM does"),  # else it sends SIGINT
     )
-    about = {"project": config.wandb, "id": _id(config.run_dir), "resume": "allow", "config": loader.plain(config)}
+    about = {
+        "project": config.wandb,
+        "id": _id(config.folder / "wandb.id"),
+        "resume": "allow",
+        "config": loader.plain(config),
+    }
     about |= {"dir": os.environ.get("WANDB_DIR", folder), "settings": settings}
     try:
         run = init(**about)
@@ -115,9 +120,8 @@ def _start(config: Config, alarm: Callable[[str], None]) -> Any:
     return run
 
 
-def _id(run_dir: str) -> str:
-    """The run's at W&B, kept in RUN/wandb.id: the same after a restart, and another for a new run."""
-    path = epath.Path(run_dir).expanduser() / "wandb.id"
+def _id(path: epath.Path) -> str:
+    """The run's at W&B, kept in that file: the same after a restart, and another for a new run."""
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.parent / "wandb.id.partial"

@@ -37,8 +37,8 @@ class Watchdog:
       process: as people know it, such as "process 1 of 4".
     """
 
-    def __init__(self, seconds: float | None, run_dir: str, process: str):
-        self._seconds, self._folder, self._process = seconds, epath.Path(run_dir).expanduser() / "hangs", process
+    def __init__(self, seconds: float | None, run_dir: str | os.PathLike, process: str):
+        self._seconds, self._folder, self._process = seconds, epath.Path(run_dir) / "hangs", process
         self._changed = threading.Condition()
         self._last, self._deadline, self._closed = "", math.inf, False
         self._armed = -math.inf  # when the system's timer was last started

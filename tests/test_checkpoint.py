@@ -69,6 +69,17 @@ def restored(folder, warn=print):
         return found(saved)
 
 
+def test_a_checkpoint_that_another_process_cannot_read_is_skipped_by_all(run, monkeypatch):
+    def read_here_alone(failed):
+        return np.array([failed, 1])
+
+    monkeypatch.setattr(checkpoint.mesh_lib, "of_all_processes", read_here_alone)
+    warnings = []
+    with pytest.raises(checkpoint.UnreadableError, match=r"none of the checkpoints 6, 12 in .* can be read"):
+        restored(run, warnings.append)
+    assert [re.search(r"checkpoint (\d+) is damaged and is skipped \(1 of", w)[1] for w in warnings] == ["12", "6"]
+
+
 def equal(a, b) -> bool:
     return jax.tree.all(jax.tree.map(lambda x, y: np.asarray(x).tobytes() == np.asarray(y).tobytes(), a, b))
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from maxds import config
-from maxds.data import DataError, load_tokenizer, open_data
+from maxds.data import DataError, Processes, load_tokenizer, open_data, sources
 from maxds.data.packing import PackedRows, cut, pack
 from maxds.data.sources import Documents, open_documents, stable_hash
 
@@ -437,12 +437,29 @@ def test_tfds_errors_say_what_there_is(prepared):
 def test_lengths_are_cached_once_and_whole(records, tmp_path, monkeypatch):
     cache = tmp_path / "cache" / "data"
     first = opened(records, cache_dir=cache)
-    (entry,) = cache.iterdir()
-    assert entry.suffix == ".npy"
+    (part,) = cache.glob("*/*")
+    assert part.name == "0.npy"
     monkeypatch.setattr("maxds.data.sources._measure", lambda *_: pytest.fail("measured again"))
     again = opened(records, cache_dir=cache)
     assert again.fingerprint == first.fingerprint
     assert_same(take(first.batches(), 5), take(again.batches(), 5))
+
+
+def test_each_process_measures_some_parts_of_the_documents_and_reads_the_others(records, tmp_path, monkeypatch):
+    alone, measured = opened(records), []
+    measure = sources._measure
+    monkeypatch.setattr(sources, "_PART", 7)
+    monkeypatch.setattr(sources, "_measure", lambda *args: measured.append(args[-1].start) or measure(*args))
+
+    def of_process(index, meet):
+        processes = Processes(index, 2, meet)
+        return open_data(make_config(records), 257, 0, tmp_path / "cache", processes)
+
+    other = []
+    first = of_process(0, lambda: other.append(of_process(1, lambda: None)))
+    assert measured[0] == 0 and len(measured) > 2
+    assert measured == [*range(0, max(measured) + 1, 14), *range(7, max(measured) + 1, 14)]
+    assert {found.fingerprint for found in (first, *other)} == {alone.fingerprint}
 
 
 def test_a_changed_file_is_measured_again(records, tmp_path):

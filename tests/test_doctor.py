@@ -10,6 +10,8 @@ import types
 import jax
 import numpy as np
 import pytest
+from etils import epath
+from google.cloud import storage
 
 from maxds import doctor, loader, mesh, shards, step
 from maxds.config import Config
@@ -166,6 +168,14 @@ def test_kernels_that_do_not_compile_are_a_fault_and_no_traceback(monkeypatch):
     monkeypatch.setattr(doctor.trial, "differences", raising(jax.errors.JaxRuntimeError("INTERNAL: Mosaic\nmore")))
     finding = doctor.look("kernels", lambda: doctor.hold(load()))
     assert (finding.verdict, "INTERNAL: Mosaic;" in finding.text) == ("FAULT", True)
+
+
+def test_a_bucket_that_cannot_be_looked_up_is_a_fault(monkeypatch):
+    monkeypatch.setattr(storage, "Client", raising(PermissionError("403 storage.buckets.get")))
+    with pytest.raises(
+        doctor.DoctorError, match=r"gs://b/run: .* \(403 storage.buckets.get\).*roles/.*Reader of b has"
+    ):
+        doctor._look_up(epath.Path("gs://b/run"))
 
 
 def raising(error):

@@ -67,6 +67,11 @@ def test_a_step_compiled_elsewhere_is_not_compiled_again_and_trains_to_the_same_
     assert losses[0] == losses[1] and len(losses[0]) == 12
 
 
+def test_what_jax_adds_to_the_compiler_s_flags_on_hosts_of_tpus_makes_no_other_program(written, monkeypatch):
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", " --xla_tpu_use_enhanced_launch_barrier=true")
+    executable.load(str(written), stepper())
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [

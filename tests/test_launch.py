@@ -167,7 +167,7 @@ def outcome(jobs, code, *, disrupted=False):
         (2, "FailJobSet"),  # config
         (3, "RestartJobSetAndIgnoreMaxRestarts"),  # preempted and saved
         (4, "FailJobSet"),  # not finite
-        (5, "FailJobSet"),  # data
+        (5, "RestartJobSet"),  # data
         (6, "RestartJobSet"),  # hang
         (7, "RestartJobSet"),  # storage
         (137, "RestartJobSet"),  # killed
@@ -187,7 +187,7 @@ def test_a_pod_that_the_cluster_takes_away_is_not_counted(tmp_path):
 
 @pytest.mark.parametrize(
     ("code", "container", "wanted"),
-    [(0, "", "complete"), (2, "", "FailJobSet"), (5, "", "FailJobSet"), (3, "restarts", ""), (6, "restarts", "")],
+    [(0, "", "complete"), (2, "", "FailJobSet"), (4, "", "FailJobSet"), (3, "restarts", ""), (5, "restarts", "")],
 )
 def test_in_place_all_but_the_hopeless_restart_in_their_pod(tmp_path, code, container, wanted):
     _, jobs = objects(cluster(tmp_path, f"{EVERYTHING}restart_agent: registry/agent:1\n"))
@@ -430,9 +430,8 @@ def test_xpk_itself_makes_the_same_pods_of_it(tmp_path, xpk_script):
     assert pod(theirs)["spec"]["terminationGracePeriodSeconds"] == 60
     (rule,) = job_value(theirs, "spec.podFailurePolicy.rules")  # fails the run on what it does not name
     assert rule["onExitCodes"]["operator"] == "NotIn"
-    assert {1, 3, 6, 7, 137} <= set(rule["onExitCodes"]["values"]) and not {2, 4, 5} & set(
-        rule["onExitCodes"]["values"]
-    )
+    restarting = set(rule["onExitCodes"]["values"])
+    assert {1, 3, 5, 6, 7, 137} <= restarting and not {2, 4} & restarting
 
 
 def job_value(jobs, path):

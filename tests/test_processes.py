@@ -142,6 +142,13 @@ def test_two_processes_train_as_one_stop_together_and_one_alone_goes_on(tmp_path
     assert [code for code, _, _ in ended] == [3, 3], ended
     assert "stopped by a preemption notice after step" in ended[0][1]
     assert not re.search("mesh|step|checkpoint", ended[1][1])  # the first one speaks for all; Gloo may still chatter
+    done = len(losses(tmp_path))
+    processes = start_several(2, tmp_path, program_cache, *LONG, devices=4)
+    while not processes[0].stdout.readline().startswith("state "):
+        pass
+    processes[1].send_signal(signal.SIGTERM)  # before the first step that they go on with
+    assert [finish(process)[0] for process in processes] == [3, 3]
+    assert done < len(losses(tmp_path)) < done + 20
     assert finish(start(tmp_path, program_cache, *LONG))[0] == 0
     assert losses(tmp_path) == pytest.approx(straight, rel=1e-5)
 

@@ -4,6 +4,7 @@ import itertools
 import json
 import pathlib
 import shutil
+from unittest import mock
 
 import jax
 import numpy as np
@@ -238,6 +239,15 @@ def test_no_save_waits_for_the_compiler(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(saves.Saves, "save", watched)
     assert run(tmp_path, *ONE_LAYER, "steps=3", "checkpoint.every_steps=2") == 0
     assert saved == [2, 3] and "Compiling" not in caplog.text
+
+
+def test_an_evaluation_of_more_tokens_than_an_int32_has_numbers_is_their_mean():
+    of_batch = {"sums": {"main": np.float32(3e9)}, "counts": {"main": np.int32(2_000_000_000)}}
+    run = mock.MagicMock()
+    run.stepper.evaluate.return_value, run._reading.return_value = of_batch, range(3)
+    run.stepper.network.coefficients.return_value = {"main": 1.0}
+    loop.Loop.evaluate(run)
+    assert run.log.eval.call_args.args[1] == {"main": pytest.approx(1.5)}
 
 
 def test_too_little_to_evaluate_on_is_refused_before_training(tmp_path):

@@ -27,6 +27,7 @@ from maxds.step import Stepper
 
 _MAGIC = b"maxds executable 1\n"
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # variables that change what the compiler does
+_OF_HOSTS = "--xla_tpu_use_enhanced_launch_barrier=true"  # which JAX adds to them where there are TPUs
 _SHAPING = ("steps:", "model.", "data.", "optimizer.", "loss.", "mesh.", "schedule.", "precision.")  # of the config
 
 
@@ -106,17 +107,21 @@ def _about(stepper: Stepper) -> dict[str, Any]:
         "device_kind": stepper.device_kind,
         "mesh": dict(stepper.mesh.shape),
         "compiler_options": stepper.compiler_options,
-        "environment": {name: os.environ.get(name, "") for name in _FLAGS},
+        "environment": {name: _flags(os.environ.get(name, "")) for name in _FLAGS},
         "device_order": hashlib.sha256(json.dumps([_place(d) for d in devices]).encode()).hexdigest()[:12],
         "program": _program(stepper.lower()),
         "config": loader.plain(stepper.config),
     }
 
 
+def _flags(given: str) -> list[str]:
+    return [flag for flag in given.split() if flag != _OF_HOSTS]
+
+
 def _place(device: Any) -> list[int | None]:
     """Where in its slice and in which slice a device is: what a route depends on."""
     coordinates = getattr(device, "coords", [device.id])
-    return [getattr(device, "slice_index", None), *coordinates, getattr(device, "core_on_chip", None)]
+    return [getattr(device, "slice_index", None) or 0, *coordinates, getattr(device, "core_on_chip", None)]
 
 
 def _program(lowered: jax.stages.Lowered) -> str:

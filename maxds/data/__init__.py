@@ -21,10 +21,10 @@ from etils import epath
 from maxds import config as config_lib
 from maxds.data.error import DataError
 from maxds.data.packing import PackedRows, cut
-from maxds.data.sources import Documents, open_documents, reach_source, stable_hash
+from maxds.data.sources import ALONE, Documents, Processes, open_documents, reach_source, stable_hash
 from maxds.data.tokenizer import Tokenizer, classes, load_tokenizer
 
-__all__ = ["Batch", "Data", "DataError", "Tokenizer", "classes", "load_tokenizer", "open_data", "reach"]
+__all__ = ["Batch", "Data", "DataError", "Processes", "Tokenizer", "classes", "load_tokenizer", "open_data", "reach"]
 
 Batch = dict[str, np.ndarray]
 
@@ -100,7 +100,13 @@ def _joined(shares: list[Batch]) -> Batch:
     return shares[0] if len(shares) == 1 else {name: np.concatenate([s[name] for s in shares]) for name in shares[0]}
 
 
-def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: epath.PathLike | None) -> Data:
+def open_data(
+    config: config_lib.Data,
+    vocab_size: int,
+    seed: int,
+    cache_dir: epath.PathLike | None,
+    processes: Processes = ALONE,
+) -> Data:
     """Opens and measures every source, and splits it into documents to train on and documents held out.
 
     Whether a document is held out depends on its path within the source's folder, or its number, only.
@@ -109,14 +115,16 @@ def open_data(config: config_lib.Data, vocab_size: int, seed: int, cache_dir: ep
         config: what to read.
         vocab_size: of the model; every token id is below it.
         seed: of the order of the training rows.
-        cache_dir: a folder (or gs://…) where the lengths of documents are kept for later runs; None: nowhere.
+        cache_dir: a folder (or gs://…) where the lengths of documents are kept for other processes and later runs;
+            None: nowhere.
+        processes: those that open the data together, and share `cache_dir`.
 
     Raises:
         DataError: a source or the tokenizer cannot be used, or there is too little data for a batch.
     """
     tokenizer = _open_tokenizer(config, vocab_size)
     cache = epath.Path(cache_dir) if cache_dir else None
-    sources = [open_documents(s, tokenizer, vocab_size, cache, config.workers) for s in config.sources]
+    sources = [open_documents(s, tokenizer, vocab_size, cache, config.workers, processes) for s in config.sources]
     train = [_rows(config, documents, f"train/{seed}/{i}") for i, documents in enumerate(sources)]
     _check_enough(config, train)
     return Data(

@@ -2,8 +2,9 @@
 
 `text` is read and tokenized once, into memory, two or four bytes a token: it is for what fits there.
 `tfds` and `arrayrecord` are tokenized as they are read, a document as a whole for each row that
-holds a part of it. The lengths of their documents are found by one pass over all of them. What it
-finds is cached under a hash of the tokenizer and of the files' names, sizes and modification times.
+holds a part of it. The lengths of their documents are found by one pass over all of them, to which
+each process goes through some. What it finds is cached, a part of the documents after the other, under
+a hash of the tokenizer and of the files' names, sizes and modification times.
 """
 
 import dataclasses
@@ -18,7 +19,7 @@ import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from etils import epath
@@ -26,6 +27,19 @@ from etils import epath
 from maxds import config
 from maxds.data.error import DataError
 from maxds.data.tokenizer import Tokenizer
+
+_PART = 2**16  # documents that are measured, and cached, together
+
+
+class Processes(NamedTuple):
+    """Those that open the same data, and can read what the others have cached."""
+
+    index: int = 0  # of this one
+    count: int = 1
+    meet: Callable[[], object] = lambda: None  # returns once all have called it
+
+
+ALONE = Processes()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,9 +53,14 @@ class Documents:
 
 
 def open_documents(
-    source: config.Source, tokenizer: Tokenizer, vocab_size: int, cache_dir: epath.Path | None, workers: int
+    source: config.Source,
+    tokenizer: Tokenizer,
+    vocab_size: int,
+    cache_dir: epath.Path | None,
+    workers: int,
+    processes: Processes = ALONE,
 ) -> Documents:
-    """Opens one source; `workers` threads tokenize or measure it.
+    """Opens one source; `workers` threads of each process tokenize or measure it.
 
     Raises:
         DataError: files are absent, unreadable or not of the source's kind, or a document is not UTF-8.
@@ -50,7 +69,7 @@ def open_documents(
         return _synthetic(source.documents, vocab_size)
     if source.kind == "text":
         return _text(source, tokenizer, workers)
-    return _records(source, tokenizer, cache_dir, workers)
+    return _records(source, tokenizer, cache_dir, workers, processes)
 
 
 def reach_source(source: config.Source, tokenizer: Tokenizer) -> str:
@@ -182,7 +201,9 @@ def _walk(root: Path, pattern: str) -> list[tuple[str, Path]]:
 # ------------------------------------------------------------------------------ tfds, arrayrecord
 
 
-def _records(source: config.Source, tokenizer: Tokenizer, cache_dir: epath.Path | None, workers: int) -> Documents:
+def _records(
+    source: config.Source, tokenizer: Tokenizer, cache_dir: epath.Path | None, workers: int, processes: Processes
+) -> Documents:
     files = _find_files(source.path, source.pattern)
     count, text = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
     origin = f"{source.kind} {', '.join(source.path)}"
@@ -190,8 +211,8 @@ def _records(source: config.Source, tokenizer: Tokenizer, cache_dir: epath.Path 
     def tokens(index: int) -> np.ndarray:
         return _tokenize_record(tokenizer, text, index, origin)
 
-    cache = cache_dir and cache_dir / f"lengths-{_identity(source, files, tokenizer)}.npy"
-    lengths, checksums = _cached(cache, functools.partial(_measure, tokens, count, workers))
+    cache = cache_dir and cache_dir / f"lengths-{_identity(source, files, tokenizer)}"
+    lengths, checksums = _measured(functools.partial(_measure, tokens, workers), count, cache, processes)
 
     def read(index: int) -> np.ndarray:
         if len(document := tokens(index)) != lengths[index]:
@@ -251,16 +272,36 @@ def _identity(source: config.Source, files: list[tuple[str, Path]], tokenizer: T
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:32]
 
 
-def _measure(tokens: Callable[[int], np.ndarray], count: int, workers: int) -> np.ndarray:
+def _measured(
+    measure: Callable[[range], np.ndarray],
+    count: int,
+    cache: epath.Path | None,
+    processes: Processes,
+) -> np.ndarray:
+    """Returns what `measure` does of all documents: each process measures some parts of them, and reads the others."""
+    parts = [range(first, min(first + _PART, count)) for first in range(0, count, _PART)]
+
+    def found(part: range) -> np.ndarray:
+        return _cached(cache and cache / f"{part.start}.npy", lambda: measure(part))
+
+    if cache is not None:
+        for part in parts[processes.index :: processes.count]:
+            found(part)
+        processes.meet()
+    with ThreadPoolExecutor(1 if cache is None else None) as pool:  # they wait for a bucket, not for each other
+        return np.concatenate([np.empty((2, 0), np.int64), *pool.map(found, parts)], axis=1)
+
+
+def _measure(tokens: Callable[[int], np.ndarray], workers: int, part: range) -> np.ndarray:
     """Returns int64 [2, documents]: the length of each document, and a checksum of its tokens."""
 
-    def measure(start: int) -> np.ndarray:
-        documents = map(tokens, range(start, min(start + chunk, count)))
+    def measure(first: int) -> np.ndarray:
+        documents = map(tokens, part[first : first + chunk])
         return np.array([(len(document), zlib.crc32(document.tobytes())) for document in documents], np.int64)
 
     chunk = 1024
     with ThreadPoolExecutor(workers) as pool:
-        return np.concatenate([np.empty((0, 2), np.int64), *pool.map(measure, range(0, count, chunk))]).T
+        return np.concatenate([*pool.map(measure, range(0, len(part), chunk))]).T
 
 
 def _cached(path: epath.Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
