@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
+from jax.typing import DTypeLike
 
 from maxds import flops, optimizer, update
 from maxds import mesh as mesh_lib
@@ -137,17 +138,20 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     optimizer.check(config.optimizer, layout.paths(config.model))
     precision, kind, state = config.precision, config.optimizer.kind, config.optimizer.state_dtype
 
-    def shards(of: Tree, dtype: str = precision.params) -> Tree:
-        return params_lib.derive(lambda p: _part(p, axes, dtype), of)
+    def shards(of: Tree) -> Tree:
+        return params_lib.derive(lambda p: _part(p, axes, p.stored_in(precision.params)), of)
 
-    local, here, grads = shards(declared), precision.params, shards(declared, precision.grads)
+    local, here = shards(declared), precision.params
+    grads = params_lib.derive(lambda p: _part(p, axes, precision.grads), declared)
     if config.optimizer.params_memory == "host":
         here = f"a copy in {precision.compute}"
-        dtypes = {True: precision.compute, False: precision.params}
-        local = params_lib.derive(lambda p: _part(p, axes, dtypes[update.is_cast(p)]), declared)
+        local = params_lib.derive(
+            lambda p: _part(p, axes, precision.compute if update.is_cast(p) else p.stored_in(precision.params)),
+            declared,
+        )
     # Moments have the shapes of what they are made for: made for a device's shards, they are its part of the state.
     kept = declared if config.optimizer.state_memory == "device" else params_lib.parts(declared, declared).get("tables")
-    moments = jax.eval_shape(optimizer.make(config.optimizer, config.steps, kept, None).init, shards(kept))
+    moments = jax.eval_shape(optimizer.make(config.optimizer, kept, None).init, shards(kept))
     split = config.schedule.kind == "batch_split"
     # Those of a part, beside those of the parts before. `batch_split` adds each layer's as they arrive.
     beside = 0 if config.optimizer.accumulate_steps == 1 else _size(grads.outside() if split else grads)
@@ -178,7 +182,7 @@ def held(config: Config, axes: dict[str, int]) -> dict[str, int]:
     return found
 
 
-def _part(p: Param, axes: dict[str, int], dtype: str) -> jax.ShapeDtypeStruct:
+def _part(p: Param, axes: dict[str, int], dtype: DTypeLike) -> jax.ShapeDtypeStruct:
     """What one device holds of a weight."""
     return jax.ShapeDtypeStruct(p.shard(axes), jnp.dtype(dtype))
 

@@ -218,11 +218,6 @@ def compiler_options(device_kind: str, schedule: str, changes: Sequence[str] = (
     return {name: truths.get(value, value) for name, value in options.items() if value}
 
 
-def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows of a global batch, split over every device."""
-    return NamedSharding(mesh, BATCH)
-
-
 def replicated(mesh: Mesh) -> NamedSharding:
     """The same array on every device."""
     return NamedSharding(mesh, PartitionSpec())

@@ -21,23 +21,25 @@ class PatternError(ValueError):
 def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
     """Learning rate of the n-th update, counted from 0: linear warm-up to `lr`, then what `lr_schedule` says.
 
-    cosine       half a cosine, to min_lr_ratio * lr
+    cosine       half a cosine, to min_lr_ratio * lr at the last update
     wsd          constant, then linear to min_lr_ratio * lr over the last decay_fraction
     wsd_cosine   constant, then half a cosine to there (V4, section 4.2.2)
-    deepseek_v3  in shares of V3's 14.8T tokens (section 4.2): constant to 10T, cosine to lr / 10 at
-                 14.3T, constant to 14.633T, then lr * 7.3 / 220
+    deepseek_v3  in shares of V3's 14.8T tokens (section 4.2), as if each step had as many: constant to 10T,
+                 cosine to lr / 10 at 14.3T, constant to 14.633T, then lr * 7.3 / 220
     """
     lr, warmup = config.lr, config.warmup_steps
     rest = max(steps - warmup, 1)
     warm = optax.linear_schedule(lr / max(warmup, 1), lr, max(warmup - 1, 1))
     if config.lr_schedule == "cosine":
-        return optax.join_schedules([warm, optax.cosine_decay_schedule(lr, rest, config.min_lr_ratio)], [warmup])
+        return optax.join_schedules(
+            [warm, optax.cosine_decay_schedule(lr, max(rest - 1, 1), config.min_lr_ratio)], [warmup]
+        )
     if config.lr_schedule in ("wsd", "wsd_cosine"):
         decay = max(round(rest * config.decay_fraction), 1)
         down = optax.linear_schedule(lr, lr * config.min_lr_ratio, decay)
         if config.lr_schedule == "wsd_cosine":
             down = optax.cosine_decay_schedule(lr, decay, config.min_lr_ratio)
-        return optax.join_schedules([warm, optax.constant_schedule(lr), down], [warmup, warmup + rest - decay])
+        return optax.join_schedules([warm, optax.constant_schedule(lr), down], [warmup, warmup + rest - decay - 1])
     ends = [max(round(steps * share / 14.8), warmup) for share in (10.0, 14.3, 14.633)]
     parts = [
         warm,
@@ -49,11 +51,11 @@ def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
     return optax.join_schedules(parts, [warmup, *ends])
 
 
-def make(config: Optimizer, steps: int, declared: Tree, mesh: Mesh | None) -> optax.GradientTransformation:
-    """AdamW or Muon, decoupled weight decay where the declaration allows it, learning rate; of `clipped` gradients.
+def make(config: Optimizer, declared: Tree, mesh: Mesh | None) -> optax.GradientTransformation:
+    """AdamW or Muon, with decoupled weight decay where the declaration allows it; of `clipped` gradients.
 
-    Of the weights that `train` matches; the others are left as they are, and hold no state. `mesh` is that of the
-    weights; None where only the state's shapes are wanted.
+    What it gives is to be subtracted, times the learning rate. Of the weights that `train` matches; the others are left
+    as they are, and hold no state. `mesh` is that of the weights; None where only the state's shapes are wanted.
     """
     if config.kind == "muon":
         direction = _muon(config, declared, mesh)
@@ -61,8 +63,7 @@ def make(config: Optimizer, steps: int, declared: Tree, mesh: Mesh | None) -> op
         direction = optax.scale_by_adam(config.b1, config.b2, config.eps)
     transform = optax.chain(
         stored_as(jnp.dtype(config.state_dtype), declared, direction),
-        optax.add_decayed_weights(config.weight_decay, params_lib.decay_mask(declared)),
-        optax.scale_by_learning_rate(learning_rate(config, steps)),
+        optax.add_decayed_weights(config.weight_decay, params_lib.derive(lambda p: p.decay, declared)),
         *_rates(declared),
     )
     trained = is_trained(config, declared)
@@ -76,7 +77,8 @@ def clipped(limit: float | None, grads: Tree, norm: jax.Array) -> Tree:
     """Gradients, scaled down to a norm of `limit` where they, and those of other parts, have together a larger one."""
     if limit is None:
         return grads
-    return jax.tree.map(lambda g: jnp.where(norm < limit, g, g / norm.astype(g.dtype) * limit), grads)
+    grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+    return jax.tree.map(lambda g: jnp.where(norm < limit, g, g / norm * limit), grads)
 
 
 def _rates(declared: Tree) -> list[optax.GradientTransformation]:

@@ -5,8 +5,12 @@
 
 The way of a gradient: `scatter` sums it over `fsdp` and leaves each device its shard, `reduce` sums
 the shards over the other axes; it is added to what `begin` starts from, and `finish` sums those of
-the few weights that are too small to be split. It is asked for as that of the gradients so far, on top of
-which it is found: these have a dtype of their own (`precision.grads`), whatever weights are stored in.
+the few weights that are too small to be split.
+
+The loss does not depend on `so_far`, the gradients of the batch's parts before, and yet it is differentiated with
+respect to these: the backward rule of a weight that is fetched returns them plus this part's gradient. So gradients are
+summed as they arrive, in a dtype of their own (`precision.grads`), and never lie in memory twice. The weights
+themselves get no gradient, and each is fetched once.
 """
 
 import dataclasses
@@ -46,7 +50,7 @@ class Param:
     std: float | None = None  # None: ones
     start: tuple[float, ...] = ()  # or these, along the last dimension
     decay: bool = True
-    float32: bool = False  # not cast to the compute dtype
+    float32: bool = False  # whatever others are stored and computed with in
     rate: float = 1.0  # times the learning rate
     table: bool = False  # its rows travel, and not it (`maxds.tables`)
 
@@ -54,6 +58,10 @@ class Param:
         """`n` of these in one array."""
         dims = "b" + self.dims if self.dims else ""
         return dataclasses.replace(self, shape=(n, *self.shape), spec=P(None, *self.spec), dims=dims)
+
+    def stored_in(self, dtype: DTypeLike) -> jnp.dtype:
+        """Its dtype where `precision.params` is this."""
+        return jnp.dtype(jnp.float32 if self.float32 else dtype)
 
     @property
     def size(self) -> int:
@@ -167,11 +175,6 @@ def joined(parts: Sequence[Tree]) -> Tree:
     return jax.tree.map(one, *parts, is_leaf=lambda x: x is None)
 
 
-def decay_mask(declared: Tree) -> Tree:
-    """Whether weight decay applies to each weight."""
-    return derive(lambda p: p.decay, declared)
-
-
 def count(declared: Tree) -> int:
     """Numbers in all weights."""
     return sum(p.size for p in flatten(declared).values())
@@ -191,20 +194,21 @@ def check(declared: Tree, sizes: dict[str, int]) -> None:
 
 
 def init(declared: Tree, seed: jax.Array | int, dtype: jnp.dtype) -> Tree:
-    """Draws the weights. Each has the key of its own path: adding one never moves another.
+    """Draws the weights, in `dtype` or float32. Each has the key of its own path: adding one never moves another.
 
     They are the same on every mesh, but for last bits that a compiler rounds differently for shards of another shape.
     What is stacked is drawn a layer at a time: drawing needs room for a few copies of what is drawn.
     """
 
     def one(path, p: Param) -> jax.Array:
+        own = p.stored_in(dtype)
         if p.start:
-            return jnp.broadcast_to(jnp.asarray(p.start, dtype), p.shape)
+            return jnp.broadcast_to(jnp.asarray(p.start, own), p.shape)
         if p.std is None:
-            return jnp.ones(p.shape, dtype)
+            return jnp.ones(p.shape, own)
 
         def draw(shape: tuple[int, ...], key: jax.Array, std: float = p.std) -> jax.Array:
-            return (std * jax.random.normal(key, shape, jnp.float32)).astype(dtype)
+            return (std * jax.random.normal(key, shape, jnp.float32)).astype(own)
 
         key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(name(path).encode()))
         if len(p.shape) < 3:
@@ -364,10 +368,7 @@ class Exchange:
         return derive(one, self.declared, grads, so_far)
 
     def fetch(self, shards: Tree, quantized: Tree, so_far: Tree) -> Tree:
-        """As `gather`; the gradient finds its own way back: `scatter`, `reduce`, `finish`.
-
-        It is found as that of `so_far`, and on top of it: so a weight is to be fetched once.
-        """
+        """As `gather`; the gradient of `so_far` is that, plus the weights' own: scattered, reduced and finished."""
 
         @jax.custom_vjp
         def run(so_far, w):

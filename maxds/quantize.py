@@ -26,7 +26,8 @@ BACKWARD = jnp.float8_e5m2  # gradients: 2
 class Scaled:
     """Rows in the compute dtype that their scales are still to be multiplied into.
 
-    As a gradient it is of what is read once: JAX would add two of them value by value, and scale by scale.
+    Only of a value that is read once may it be the gradient: JAX would add two of them values to values and scales to
+    scales, which is not their sum.
     """
 
     values: jax.Array  # [… R D]
@@ -57,9 +58,9 @@ class Scaled:
 
 @flax.struct.dataclass
 class Quantized:
-    """An array that has scales, or whose gradient has, and what gradients are taken with respect to in its place.
+    """An array that has scales, or whose gradient has. Gradients are taken with respect to `slot`, not `array`.
 
-    JAX gives each array a cotangent like itself: a float8 array one in float8, which could not hold a gradient.
+    For JAX gives each array a cotangent of its own dtype, and float8 could not hold a gradient.
     """
 
     array: Any  # QArray with scales in the compute dtype, Scaled, or an array in it; of a cotangent, None
@@ -106,7 +107,10 @@ def quantize(x: jax.Array, dtype: jax.typing.DTypeLike, over: tuple[int, ...], s
 
 
 def scale_of(largest: jax.Array, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """The least power of two, float32, by which this fits, that is normal as its inverse is; of no number, any."""
+    """The least power of two s, float32, for which largest / s fits into `dtype`, and s and 1 / s are normal numbers.
+
+    Where `largest` is not a number, any.
+    """
     mantissa = 2**23 - 1  # its bits, below those of the exponent
     least = largest / float(jnp.finfo(dtype).max)
     power = (lax.bitcast_convert_type(least, jnp.int32) + mantissa) & ~mantissa

@@ -38,13 +38,14 @@ from maxds.quantize import FORWARD, Quantized, named, slots, vjp, without_slots
 
 Tree = Any
 Microbatches = list[Tree]
+A, B = 0, 1  # the two of batch_split
 
 
 class Given(NamedTuple):
     """What a stage reads and no gradient flows to."""
 
     layer: Tree  # of this layer: router bias
-    tokens: Tree  # of this microbatch: segment ids, positions
+    tokens: Tree  # of this microbatch: what the model knows of each, such as its document and position
 
 
 def barrier(x: Tree, y: Tree) -> tuple[Tree, Tree]:
@@ -214,8 +215,8 @@ def only(tape: Tape, names: Collection[str]) -> Tape:
     return [{name: value for name, value in of.items() if name in names} for of in tape]
 
 
-def joined(tape: Tape, more: Tape) -> Tape:
-    """A tape with what another one of the same layer has, too; of what both have, that."""
+def overlaid(tape: Tape, more: Tape) -> Tape:
+    """A tape with what another one of the same layer has; where both have a name, the other's."""
     return [of | of_more for of, of_more in zip(tape, more, strict=True)]
 
 
@@ -235,7 +236,7 @@ def written(room: Tape, turn: jax.Array | int, tape: Tape) -> Tape:
     """The tapes of all turns, stacked, with what they have room for of that of one turn."""
     own = within(room, tape)
     new = host.put_as(within(tape, room), own)
-    return joined(room, jax.tree.map(lambda of, a: lax.dynamic_update_index_in_dim(of, a, turn, 0), own, new))
+    return overlaid(room, jax.tree.map(lambda of, a: lax.dynamic_update_index_in_dim(of, a, turn, 0), own, new))
 
 
 def merged(w: Tree, more: Tree) -> Tree:
@@ -304,7 +305,7 @@ def forward(
         for of, x in zip(tape, xs, strict=True):
             of[input_name(stage.name)] = x
         entered = [without_slots(stage.enter(x)) for x in xs]
-        return stagger(functools.partial(run, stage), entered, (0, 1), stage.leave)
+        return stagger(functools.partial(run, stage), entered, (A, B), stage.leave)
 
     (a, b), entry = xs, input_name(first.name)
     input_of_a: Tape = [{entry: a}, {}]
@@ -321,7 +322,7 @@ def forward(
     a, room = barrier(xs[0], written(room, turn, early))
     b, room = layer.stages[-2].leave(xs[1], written(room, turn, without(known, early)))
     a, b = through(last, [a, b])
-    return [layer.combine(a), b], tape, written(room, turn, without(tape, joined(input_of_a, known))), ahead
+    return [layer.combine(a), b], tape, written(room, turn, without(tape, overlaid(input_of_a, known))), ahead
 
 
 def backward(
@@ -334,14 +335,15 @@ def backward(
 
     Small letters are replayed, and capitals pulled back.
     A barrier stands where what travels must have arrived: left to itself, TPU's compiler sends it when it is needed.
-    One also stands where a stage is replayed whose output was kept, for it to be replayed there.
+    One also stands where a stage is replayed whose output was kept: that is replayed for its pullback alone, and the
+    barrier says when.
 
     Args:
       w: as of `forward`.
       later: as of `forward`, while a is in it; the next layer is that below.
       tapes: of the layer, and what is on its way from host memory of that of the layer below: b's beside both first
-        stages, a's as a's uncombine beside b's last stage, for hosts have one link. First stages still need what it
-        replaces: so it has memory of its own, and can come early.
+        stages, a's as a's uncombine beside b's last stage, for hosts have one link. It has memory of its own, and can
+        come while first stages still read the layer's.
 
     Returns:
       Cotangents of the layer's input, and of its weights: by microbatch, stage -> cotangents; what has arrived of the
@@ -374,27 +376,32 @@ def backward(
         dws[i][stages[n].name], dx = pulls[n, i](dy)
         return enters[n, i](dx)[0] if n else dx
 
+    # attention b | uncombine b
     a, b = (of[input_name(stages[0].name)] for of in tape)
     da, db = dxs[0], layer.uncombine(dxs[1])
-    b, db, a = lax.optimization_barrier((replay(0, 1, b), db, a))
+    b, db, a = lax.optimization_barrier((replay(0, B, b), db, a))
+    # attention a | dispatch b; weights of this layer and the one below
     coming = later(b)
-    db = spread(1, db)
+    db = spread(B, db)
     for n in range(1, last):
-        b = replay(n, 1, enter(n, 1, b))
-    a, b, db, (more, w_below), of_b = lax.optimization_barrier((replay(0, 0, a), b, db, coming, below[1]))
+        b = replay(n, B, enter(n, B, b))
+    a, b, db, (more, w_below), of_b = lax.optimization_barrier((replay(0, A, a), b, db, coming, below[B]))
     w = merged(w, more)
+    # experts b | dispatch a
     for n in range(1, last):
-        a = replay(n, 0, enter(n, 0, a))
-    replay(last, 1, enter(last, 1, b))
+        a = replay(n, A, enter(n, A, a))
+    replay(last, B, enter(last, B, b))
     a, da, db = lax.optimization_barrier((a, da, db))
-    a, da = enter(last, 0, a), layer.uncombine(da)
-    db, (da, of_a) = layer.awaited(db, (da, below[0]))
-    db = pull(last, 1, db)
+    # EXPERTS b | uncombine a; the tape of the layer below
+    a, da = enter(last, A, a), layer.uncombine(da)
+    db, (da, of_a) = layer.awaited(db, (da, below[A]))
+    db = pull(last, B, db)
     a, da, db = lax.optimization_barrier((a, da, db))
-    replay(last, 0, a)
-    dxs = [pull(last, 0, spread(0, da)), db]
+    # experts a, EXPERTS a | DISPATCH b
+    replay(last, A, a)
+    dxs = [pull(last, A, spread(A, da)), db]
     for n in reversed(range(last)):
-        dxs = stagger(functools.partial(pull, n), dxs, (1, 0))
+        dxs = stagger(functools.partial(pull, n), dxs, (B, A))
     return dxs, dws, [of_a, of_b], w_below
 
 
@@ -502,7 +509,7 @@ class _Split:
                 later = functools.partial(self.gather_later, stored, i, m, m - 1)
                 grads = self.settle(grads, i, m, shards)  # zeros on the last two layers
                 shards = self.scatter(m + 1, *above)
-                pair = joined(tapes[m], fetched), self.fetch(stored, rooms, i, m - 1)
+                pair = overlaid(tapes[m], fetched), self.fetch(stored, rooms, i, m - 1)
                 dxs, dws, fetched, w = backward(member.layer, w, later, _givens(given[m], i, contexts), pair, dxs)
                 first, rest = (part.total([part.of(d) for d in dws]) for part in (member.first, member.rest))
                 above = first, member.rest.scatter(rest)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 
 from maxds import host, params
 from maxds import mesh as mesh_lib
@@ -82,7 +83,7 @@ def shared(tree: Tree, has: np.ndarray) -> Tree:
     leaves, structure = jax.tree.flatten(tree)
     mesh = leaves[0].sharding.mesh
     mine = jax.make_array_from_callback(
-        (mesh.size,), mesh_lib.batch_sharding(mesh), lambda _: np.full((1,), has[jax.process_index()])
+        (mesh.size,), NamedSharding(mesh, mesh_lib.BATCH), lambda _: np.full((1,), has[jax.process_index()])
     )
     return structure.unflatten(_shared(leaves, mine, mesh, tuple(a.sharding.spec for a in leaves)))
 

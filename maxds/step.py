@@ -92,7 +92,7 @@ class Stepper:
         """How each of `params.parts` changes."""
         chosen, declared = self.config.optimizer, self.network.declared
         parts = params.parts(declared, declared).items()
-        return {name: optimizer.make(chosen, self.config.steps, part, self.mesh) for name, part in parts}
+        return {name: optimizer.make(chosen, part, self.mesh) for name, part in parts}
 
     def _init_optimizer(self, weights) -> dict[str, Tree]:
         parts = params.parts(self.network.declared, weights)
@@ -163,17 +163,17 @@ class Stepper:
         grads, sums, counts, seen = self.loss_and_grads(here, state.router_bias, batch, enabled)
         norm = self._norm(grads)
         sound = self._sound(norm, state.typical_norm) & mode.update
-        weights, opt_state = self._updated(state, grads, norm, sound)
-        changed = {
-            "router_bias": state.router_bias | self._balanced(state.router_bias, seen.load, state.step),
-            "typical_norm": jnp.where(state.typical_norm == 0, norm, 0.98 * state.typical_norm + 0.02 * norm),
-        }
+        common = update.Common(norm, self._learning_rate(state.step), state.step)
+        weights, opt_state = self._updated(state, grads, common, sound)
+        bias = state.router_bias | self._balanced(state.router_bias, seen.load, state.step)
+        typical = self._typical(norm, state.typical_norm)
         new = dataclasses.replace(
             state,
             step=state.step + mode.update.astype(jnp.int32),
             params=self._clipped(weights, seen.top_score, sound),
             opt_state=opt_state,
-            **{name: update.chosen(sound, value, getattr(state, name)) for name, value in changed.items()},
+            router_bias=update.chosen(sound, bias, state.router_bias),
+            typical_norm=update.chosen(mode.update & jnp.isfinite(norm), typical, state.typical_norm),
         )
         terms = {name: sums[name] / jnp.maximum(counts[name], 1).astype(jnp.float32) for name in sums}
         coefficients = self.network.coefficients()
@@ -182,7 +182,7 @@ class Stepper:
             "terms": {name: value for name, value in terms.items() if coefficients[name]},
             "tokens": counts["main"],
             "grad_norm": norm,
-            "learning_rate": self._learning_rate(state.step),
+            "learning_rate": common.rate,
             "imbalance": {stack: _imbalance(counts) for stack, counts in seen.load.items()},
             "applied": sound,
         }
@@ -212,7 +212,7 @@ class Stepper:
         """Whether each weight changes."""
         return optimizer.is_trained(self.config.optimizer, self.network.declared)
 
-    def _updated(self, state, grads, norm, sound):
+    def _updated(self, state, grads, common, sound):
         """Weights and optimizer state after a step, or as before where it is not sound; each part where it lies."""
         parts = functools.partial(params.parts, self.network.declared)
         weights, opt_state = parts(state.params), dict(state.opt_state)
@@ -225,7 +225,7 @@ class Stepper:
             else:
                 changed = functools.partial(update.by_layers, parts(self._layers)[part])
             weights[part], opt_state[part] = changed(
-                functools.partial(self._update, part), sound, own, own_grads, old, norm
+                functools.partial(self._update, part), sound, own, own_grads, old, common
             )
         return params.joined(list(weights.values())), opt_state
 
@@ -234,13 +234,16 @@ class Stepper:
         """Of each weight, how many layers come from host memory one after the other; 0: it comes as a whole."""
         return update.layers_of(self.network.declared, dict(self.mesh.shape))
 
-    def _update(self, part, weights, grads, opt_state, norm):
+    def _update(self, part, weights, grads, opt_state, common):
         """Weights and optimizer state of a part after an update."""
-        grads = optimizer.clipped(self.config.optimizer.clip, grads, norm)
-        updates, new_state = self.transforms[part].update(grads, opt_state, weights)
+        grads = optimizer.clipped(self.config.optimizer.clip, grads, common.norm)
+        directions, new_state = self.transforms[part].update(grads, opt_state, weights)
         trained = params.parts(self.network.declared, self.is_trained)[part]
-        new = jax.tree.map(lambda on, w, u: optax.apply_updates(w, u) if on else w, trained, weights, updates)
-        return new, new_state
+
+        def moved(on: bool, w: jax.Array, direction: jax.Array) -> jax.Array:
+            return update.moved(w, -common.rate * direction, common.step) if on else w
+
+        return jax.tree.map(moved, trained, weights, directions), new_state
 
     def _clipped(self, weights, top_score, sound):
         """Weights after a step, by the scores of its batch (`optimizer.qk_clip`)."""
@@ -267,13 +270,19 @@ class Stepper:
         return optimizer.balance(bias, load, loss.router_bias_rate * _share(loss, "router_bias_rate", step))
 
     def _learning_rate(self, step):
-        return optimizer.learning_rate(self.config.optimizer, self.config.steps)(step)
+        return jnp.asarray(optimizer.learning_rate(self.config.optimizer, self.config.steps)(step), jnp.float32)
 
     def _sound(self, norm, typical):
         """Whether a gradient of this norm is to be applied."""
         spike = self.config.optimizer.skip_spike
         finite = jnp.isfinite(norm)
         return finite if spike is None else finite & ((typical == 0) | (norm < spike * typical))
+
+    def _typical(self, norm, typical):
+        """The running mean of norms after one more; those of skipped steps too, or all later ones could be skipped."""
+        spike = self.config.optimizer.skip_spike or math.inf
+        after = 0.98 * typical + 0.02 * jnp.minimum(norm, spike * typical)
+        return jnp.where(typical == 0, norm, after)
 
     def _copied(self, weights: layout.Weights) -> layout.Weights:
         """The weights as devices compute with them: themselves, or of those in host memory, but tables, a copy."""
@@ -369,12 +378,17 @@ class Stepper:
     # ------------------------------------------------------------------------ evaluation
 
     def eval_step(self, weights: layout.Weights, bias: dict, batch: dict) -> dict:
-        """Sums and counts of each term on a global batch: {"sums", "counts"}."""
+        """Sums and counts of each term on a global batch: {"sums", "counts"}; in as many parts as it is trained on."""
+        network, parts = self.network, self.config.optimizer.accumulate_steps
 
         def per_device(weights, bias, batch):
-            network = self.network
             scales = dict.fromkeys(network.coefficients(), jnp.zeros((), jnp.float32))
-            _, (sums, _) = network.objective(weights, params.no_grads(weights), bias, batch, scales)
+
+            def part(batch):
+                return network.objective(weights, params.no_grads(weights), bias, batch, scales)[1][0]
+
+            of_parts = lax.map(part, jax.tree.map(lambda a: a.reshape(parts, -1, *a.shape[1:]), batch))
+            sums = jax.tree.map(lambda a: jnp.sum(a, axis=0), of_parts)
             return lax.psum({"sums": sums, "counts": network.counts(batch)}, mesh_lib.AXES)
 
         specs = params.specs(self.network.declared), P(), self.batch_sharding.spec

@@ -228,7 +228,7 @@ def of_each_microbatch(c=MODEL):
         "{}.attention_input.balance": ("float32",),
         "{}.routing.0": ("int32", b * s * k),  # chosen
         "{}.routing.1.order": ("int32", 2 * b * s * k),  # of the two devices along `expert`
-        "{}.routing.1.slots": ("int32", 2 * b * s * k),
+        "{}.routing.1.places": ("int32", 2 * b * s * k),
         "{}.routing.1.sizes": ("int32", c.n_routed_experts // 2),
         "{}.routing.1.most": ("int32",),
         "{}.routing.2": ("float32", b, c.n_routed_experts),  # what the balance loss has counted

@@ -207,6 +207,14 @@ def test_grouped_matmul_is_one_product_for_each_group(form, sizes):
     assert_close(grouped_matmul(form)(x, w, np.array(sizes, np.int32), dy), (y, (dx, dw)))
 
 
+def test_the_gradient_of_a_matrix_of_many_rows_is_summed_in_float32_whatever_they_are():
+    """In bfloat16 a sum of ones ends at 256, and one of blocks of rows with many times a block."""
+    rows = 65_536
+    x, w = (jnp.ones(shape, jnp.bfloat16) for shape in ((rows, 1), (1, 1, 1)))
+    _, pull = jax.vjp(lambda w: kernels.grouped_matmul(x, w, jnp.array([rows])), w)
+    assert float(pull(x)[0][0, 0, 0]) == rows
+
+
 def test_replayed_grouped_matmul_multiplies_only_for_the_gradient():
     x, w, dy = matmul_inputs()
     sizes = np.array(SIZES["even"], np.int32)

@@ -172,7 +172,7 @@ def test_it_is_told_once_that_all_have_one_also_if_another_process_took_longer(t
 
 def test_what_devices_have_not_others_give_to_the_bit():
     """The devices of `data` 1 have theirs, the others another state's: of the table, which is split, theirs remain."""
-    mine = jax.device_put(np.arange(8) >= 4, mesh.batch_sharding(MESH))
+    mine = jax.device_put(np.arange(8) >= 4, NamedSharding(MESH, mesh.BATCH))
 
     def mixed(a, b):
         parts = zip(a.addressable_shards, b.addressable_shards, strict=True)

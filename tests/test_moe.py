@@ -1,6 +1,7 @@
 """The router's choice, and one round of the experts, each on its own."""
 
 import dataclasses
+import types
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,17 @@ def test_of_equal_experts_and_of_equal_groups_the_first_are_chosen(method):
     scores[0] = 0.5
     expected = [oracle.route(c, of_token, bias) for of_token in scores]
     np.testing.assert_array_equal(moe.choose(c, jnp.asarray(scores), bias), expected)
+
+
+@pytest.mark.parametrize("logit", [-80.0, -89.0, -200.0, 0.0, 50.0])
+def test_the_slope_of_v4_s_affinities_is_a_number_wherever_they_are(logit):
+    """sqrt(softplus(x)) has the slope sigmoid(x) / 2 / sqrt(softplus(x)); below -87.3 float32 has no such softplus."""
+    c = dataclasses.replace(tiny.V3, scoring_func="sqrtsoftplus")
+    router = jnp.ones((1, 1))
+    slope = jax.grad(lambda y: moe.score(c, types.SimpleNamespace(router=router), y).sum())(jnp.full((1, 1), logit))
+    softplus = np.log1p(np.exp(np.float64(logit)))
+    expected = 0 if logit < -88 else 0.5 / (1 + np.exp(-np.float64(logit))) / np.sqrt(softplus)
+    np.testing.assert_allclose(slope, expected, rtol=1e-5)
 
 
 ROWS, TOKENS, CHOICES, WIDTH = 16, 12, 2, 8

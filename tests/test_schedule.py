@@ -147,6 +147,15 @@ def test_accumulation_weighs_every_term_as_the_whole_batch_does(name):
         assert error < TOLERANCE, (term, where)
 
 
+@pytest.mark.newest
+def test_an_evaluation_in_parts_has_the_terms_of_one_device():
+    config = next(c for c in CASES.values() if c.optimizer.accumulate_steps == 4)
+    reference, found = compared(config)[0], tiny.stepper(config).evaluate(*tiny.inputs(config))
+    assert found["counts"] == reference.counts
+    for name, expected in reference.sums.items():
+        np.testing.assert_allclose(found["sums"][name], expected, rtol=1e-6, err_msg=name)
+
+
 @pytest.mark.parametrize("name", [name for name in CASES if "overflowing" in name])
 def test_overflowing_cases_need_more_than_one_round(name):
     config, batch = CASES[name], tiny.batch()

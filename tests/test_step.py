@@ -6,6 +6,7 @@ import itertools
 
 import jax
 import numpy as np
+import optax
 import oracle
 import pytest
 import tiny
@@ -120,11 +121,33 @@ def test_what_is_not_applied_leaves_the_state_as_it_was():
     calm = tiny.state(CONFIG)
     spiking = tiny.state(CONFIG).replace(typical_norm=calm.typical_norm + 1e-6)
     broken = calm.replace(params=calm.params.replace(norm=calm.params.norm * np.float32("nan")))
-    for state in (spiking, broken):
-        before = arrays(state.replace(step=None))
+    for state, typical in ((spiking, 1e-6 * (0.98 + 0.02 * 100)), (broken, 0)):
+        before = arrays(state.replace(step=None, typical_norm=None))
         after, metrics = train(state)
         assert (int(after.step), bool(metrics["applied"])) == (1, False)
-        assert_identical(arrays(after.replace(step=None)), before)
+        assert_identical(arrays(after.replace(step=None, typical_norm=None)), before)
+        np.testing.assert_allclose(after.typical_norm, typical, rtol=1e-6)
+
+
+def test_gradients_that_stay_large_are_spikes_for_some_steps_and_then_no_more():
+    state, steps = tiny.state(CONFIG), 0
+    state = state.replace(typical_norm=state.typical_norm + 1e-6)
+    while not int(optax.tree.get(state.opt_state, "count")):
+        state, steps = train(state)[0], steps + 1
+    assert 5 < steps < 30
+
+
+def test_an_update_has_the_learning_rate_that_is_told_whatever_was_passed_over_before():
+    """Adam's first update is of that size, but for decay, whichever step it is of."""
+    rates, changes = [], []
+    for done in (0, 50):
+        state = tiny.state(CONFIG)
+        state, before = state.replace(step=state.step + done), np.array(state.params.head)
+        after, metrics = train(state)
+        rates.append(metrics["learning_rate"])
+        changes.append(np.array(after.params.head) - before)
+    assert rates[1] < 0.6 * rates[0]
+    np.testing.assert_allclose(changes[1] / rates[1], changes[0] / rates[0], atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -113,11 +113,6 @@ class Instruction:
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
-    @property
-    def on_sparse_core(self) -> bool:
-        """Whether an asynchronous call runs on the SparseCores."""
-        return 'async_execution_thread="sparsecore"' in self.attributes
-
     def called(self, *keys: str) -> list[str]:
         """Names of the computations under these attributes: `body`, `condition`, `calls`, `to_apply`, …"""
         found = []

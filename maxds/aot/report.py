@@ -311,12 +311,8 @@ def _gib(size: float | None) -> str:
 
 
 def _rows(rows: Iterable[tuple[str, ...]], indent: str = "  ") -> str:
-    return "\n".join(indent + line for line in describe.table(*_headed(rows)))
-
-
-def _headed(rows: Iterable[tuple[str, ...]]) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
     head, *rest = rows
-    return head, rest
+    return "\n".join(indent + line for line in describe.table(head, rest))
 
 
 def _fit_text(data: dict) -> str:

@@ -85,11 +85,6 @@ class Network:
         """Whether a device has parts of sequences, and those along `expert` the whole."""
         return self.config.mesh.context_parallel
 
-    @property
-    def float8(self) -> bool:
-        """Whether routed experts are in float8, and what travels for them."""
-        return self.config.precision.float8
-
     def exchange(self, declared: Tree) -> Exchange:
         """How weights of this declaration travel. Stacked weights travel a layer at a time."""
         precision = self.config.precision
@@ -131,13 +126,15 @@ class Network:
             ends = {"combine": _same, "uncombine": _same, "spread": lambda _, dy: dy, "pending": _same}
             return schedule.Layer((attend, mlp), **ends, observe=observe, always=("selection",))
         capacity = self.config.schedule.capacity
-        dispatch = schedule.Stage("dispatch", functools.partial(moe.dispatch, c, self.float8), leave=moe.beside_stream)
+        dispatch = schedule.Stage(
+            "dispatch", functools.partial(moe.dispatch, c, self.config.precision.float8), leave=moe.beside_stream
+        )
         experts = schedule.Stage("experts", functools.partial(moe.experts, c), functools.partial(moe.take, capacity))
-        pending = functools.partial(moe.pending, c, self.float8, capacity)
+        pending = functools.partial(moe.pending, c, self.config.precision.float8, capacity)
         return schedule.Layer(
             (attend, dispatch, experts),
             combine=functools.partial(moe.combine, c),
-            uncombine=functools.partial(moe.uncombine, self.float8),
+            uncombine=functools.partial(moe.uncombine, self.config.precision.float8),
             spread=functools.partial(moe.spread, c, pending),
             pending=pending,
             observe=observe,
@@ -313,9 +310,8 @@ class Network:
 
         Args:
           weights: this device's shards.
-          so_far: gradients, on top of which, and as whose gradient, those of the weights are found (at first
-            `params.no_grads`). Each layer's are added as they arrive: all of them, to be added afterwards, would lie in
-            memory twice.
+          so_far: gradients of the parts before, at first `params.no_grads`. The gradient with respect to these is
+            their sum with that of the weights (`maxds.params` says why).
           bias: as `router_bias`.
           batch: int32 [B S] `tokens`, `targets` (-1: none), `segments`, `positions`.
           scales: what each term's sum is multiplied by: its coefficient / its global weight.

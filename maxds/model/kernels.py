@@ -1,4 +1,4 @@
-"""The kernels of a decoder layer, chosen per backend here and nowhere else.
+"""The kernels of a decoder layer, by backend; which attends to a window, `window.py` chooses.
 
 Attention and grouped matmul can be replayed: what the forward pass computed is handed back as
 `kept`, the work is not done again, and the gradient flows as if it had been.
@@ -483,10 +483,11 @@ def _multiply_transposed_by_blocks(x, dy, sizes, dtype):
     def body(i, dw):
         group, start, own = block(i)
         rows, gradients = (jnp.where(own, lax.dynamic_slice_in_dim(a, start, size), 0) for a in (x, dy))
-        update = lax.dot(rows.T, gradients, preferred_element_type=dtype)
+        update = lax.dot(rows.T, gradients, preferred_element_type=jnp.float32)
         return lax.dynamic_update_index_in_dim(dw, lax.dynamic_index_in_dim(dw, group) + update[None], group, 0)
 
-    return lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), dtype))
+    dw = lax.fori_loop(0, count, body, jnp.zeros((len(sizes), x.shape[1], dy.shape[1]), jnp.float32))
+    return dw.astype(dtype)
 
 
 # ------------------------------------------------------------------------------------ gated rows
@@ -570,7 +571,7 @@ class Routes:
     """Which of R rows belong to which of A tokens; a row belongs to a (token, choice) pair."""
 
     pairs: jax.Array  # [R] int32: the pair of each row; any of rows that belong to none, which are the last if K > 1
-    slots: jax.Array  # [A K] int32: the row of each pair
+    rows: jax.Array  # [A K] int32: the row of each pair
     here: jax.Array  # [A K] bool: whether it has one
 
 
@@ -597,7 +598,7 @@ def tokens_of_rows(rows: Any, routes: Routes) -> Any:
 
 
 def _rows(tokens: Tree, routes: Routes) -> Tree:
-    of_rows = routes.pairs // routes.slots.shape[1]
+    of_rows = routes.pairs // routes.rows.shape[1]
     return jax.tree.map(lambda a: jnp.take(a, of_rows, axis=0, mode="clip"), tokens)
 
 
@@ -606,18 +607,18 @@ def _sums(rows: jax.Array | Scaled, routes: Routes) -> jax.Array:
         return _weighted_sums(rows.values, _pairs_of_rows(rows.scale[:, 0].astype(jnp.float32), routes), routes)
     if _in_blocks(rows, routes):
         return _sums_of_blocks(rows, routes)
-    return _weighted_sums(rows, jnp.ones(routes.slots.shape, jnp.float32), routes)
+    return _weighted_sums(rows, jnp.ones(routes.rows.shape, jnp.float32), routes)
 
 
 def _in_blocks(rows: jax.Array, routes: Routes) -> bool:
-    tokens, choices = routes.slots.shape
+    tokens, choices = routes.rows.shape
     alone = is_tpu() and _device_kind() not in SPARSE_CORES and rows.dtype == jnp.bfloat16
     return alone and choices > 1 and home.can_sum(len(rows), tokens, rows.shape[1])
 
 
 def _sums_of_blocks(rows: jax.Array, routes: Routes) -> jax.Array:
     """As `_sums`, in blocks of tokens."""
-    choices = routes.slots.shape[1]
+    choices = routes.rows.shape[1]
     sizes = jnp.sum(routes.here.reshape(-1, home.TOKENS * choices), axis=1, dtype=jnp.int32)
     row, tokens = jnp.arange(len(rows)), routes.pairs // choices
     block = jnp.where(row < jnp.sum(sizes), tokens // home.TOKENS, len(sizes))
@@ -628,9 +629,9 @@ def _sums_of_blocks(rows: jax.Array, routes: Routes) -> jax.Array:
 
 def _weighted_sums(rows: jax.Array, weights: jax.Array, routes: Routes) -> jax.Array:
     on_sparse_cores = rows.dtype == jnp.bfloat16 and _device_kind() in SPARSE_CORES
-    if on_sparse_cores and sparsecores.can_sum_rows(rows.shape, choices=routes.slots.shape[1]):
-        return sparsecores.sum_rows(rows, routes.slots, routes.here, weights)
-    choices = zip(routes.slots.T, routes.here.T, weights.T.astype(rows.dtype), strict=True)
+    if on_sparse_cores and sparsecores.can_sum_rows(rows.shape, choices=routes.rows.shape[1]):
+        return sparsecores.sum_rows(rows, routes.rows, routes.here, weights)
+    choices = zip(routes.rows.T, routes.here.T, weights.T.astype(rows.dtype), strict=True)
     found = (jnp.where(h[:, None], jnp.take(rows, s, axis=0, mode="clip") * by[:, None], 0) for s, h, by in choices)
     return functools.reduce(jnp.add, found)
 
@@ -642,7 +643,7 @@ def rows_of_pairs(values: jax.Array, routes: Routes) -> jax.Array:
 
 
 def _pairs_of_rows(values: jax.Array, routes: Routes) -> jax.Array:
-    return jnp.where(routes.here, jnp.take(values, routes.slots, mode="clip"), 0)
+    return jnp.where(routes.here, jnp.take(values, routes.rows, mode="clip"), 0)
 
 
 def _with_transpose(move: Callable, transpose: Callable) -> None:

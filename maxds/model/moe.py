@@ -67,7 +67,7 @@ class Routing:
     """Which rows this device computes. Flat: on TPU, a last dimension of K takes the room of 128."""
 
     order: jax.Array  # [A*K] int32: (token, choice) pairs, this device's experts' first, sorted by expert
-    slots: jax.Array  # [A*K] int32: where in that order this device's pairs are; A*K for those of other devices
+    places: jax.Array  # [A*K] int32: where in that order this device's pairs are; A*K for those of other devices
     sizes: jax.Array  # [G] int32: pairs of each expert of this device
     most: jax.Array  # int32: pairs of the busiest device along `expert`
 
@@ -181,7 +181,9 @@ def score(c: Model, w: Dispatch, y: jax.Array) -> jax.Array:
             return jax.nn.softmax(logits, axis=-1)
         case "sigmoid":
             return jax.nn.sigmoid(logits)
-    return jnp.sqrt(jax.nn.softplus(logits))
+    affinity = jax.nn.softplus(logits)
+    normal = affinity >= jnp.finfo(jnp.float32).tiny  # below it is zero on TPU, where the root has no slope
+    return jnp.where(normal, jnp.sqrt(jnp.where(normal, affinity, 1)), 0)
 
 
 def choose(c: Model, scores: jax.Array, bias: jax.Array | None) -> jax.Array:
@@ -363,10 +365,10 @@ def sort(c: Model, chosen: jax.Array) -> Routing:
     is_of = local[..., None] == jnp.arange(own)  # [A K G]
     hits = jnp.any(is_of, axis=1)
     sizes = jnp.sum(hits, axis=0, dtype=jnp.int32)
-    places = _count_before(hits) + jnp.cumsum(sizes) - sizes
-    slots = jnp.where(local < own, jnp.sum(jnp.where(is_of, places[:, None], 0), axis=-1), chosen.size)
+    of_experts = _count_before(hits) + jnp.cumsum(sizes) - sizes
+    places = jnp.where(local < own, jnp.sum(jnp.where(is_of, of_experts[:, None], 0), axis=-1), chosen.size)
     of_devices = jnp.sum(chosen.reshape(-1, 1) // own == jnp.arange(lax.axis_size("expert")), axis=0, dtype=jnp.int32)
-    return Routing(ordered(local.reshape(-1), own), slots.reshape(-1), sizes, jnp.max(of_devices))
+    return Routing(ordered(local.reshape(-1), own), places.reshape(-1), sizes, jnp.max(of_devices))
 
 
 def _count_before(hits: jax.Array) -> jax.Array:
@@ -394,9 +396,9 @@ def routes(routing: Routing, rows: int, i: jax.Array | int, shape: tuple[int, ..
     """Rows [i * rows, (i + 1) * rows) of the order; `shape` is [A K], of the pairs."""
     first = i * rows
     order = jnp.pad(routing.order, (0, -len(routing.order) % rows))
-    slots = routing.slots.reshape(shape)
-    within = (slots >= first) & (slots < jnp.minimum(first + rows, jnp.sum(routing.sizes)))
-    return kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), slots - first, within)
+    places = routing.places.reshape(shape)
+    within = (places >= first) & (places < jnp.minimum(first + rows, jnp.sum(routing.sizes)))
+    return kernels.Routes(lax.dynamic_slice_in_dim(order, first, rows), places - first, within)
 
 
 def experts(c: Model, w: Mlp, x: Taken, given: Given, kept: dict | None = None) -> tuple[Computed, dict]:
