@@ -11,7 +11,7 @@ from typing import Literal
 from etils import epath
 
 from maxds.architecture import Model
-from maxds.section import require, section
+from maxds.section import positive, require, section
 
 
 @section
@@ -27,12 +27,9 @@ class Mesh:
     def __post_init__(self):
         sizes = {"data": self.data, "fsdp": self.fsdp, "expert": self.expert}
         require(
+            *positive(self, "cpu_devices?"),
             *((n > 0 or n == -1, f"{k}={n} must be positive, or -1 for what is left") for k, n in sizes.items()),
             (list(sizes.values()).count(-1) <= 1, f"only one axis may be -1, not {sizes}"),
-            (
-                self.cpu_devices is None or self.cpu_devices > 0,
-                f"cpu_devices={self.cpu_devices} must be positive, or null",
-            ),
         )
 
 
@@ -190,25 +187,21 @@ class Optimizer:
 
     def __post_init__(self):
         require(
-            (self.lr > 0, f"lr={self.lr} must be positive"),
+            *positive(self, "lr muon_rms clip? qk_clip? accumulate_steps"),
             (self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must not be negative"),
             (0 < self.decay_fraction <= 1, f"decay_fraction={self.decay_fraction} must be in (0, 1]"),
             (0 <= self.min_lr_ratio <= 1, f"min_lr_ratio={self.min_lr_ratio} must be in [0, 1]"),
             *((0 <= getattr(self, k) < 1, f"{k}={getattr(self, k)} must be in [0, 1)") for k in ("b1", "b2")),
             (0 <= self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be in [0, 1)"),
-            (self.muon_rms > 0, f"muon_rms={self.muon_rms} must be positive"),
             (
                 self.eps >= (least := math.sqrt(_SMALLEST / (1 - self.b2))),
                 f"eps={self.eps} must be {least:.1e} at least: squares of gradients as small are zero in float32",
             ),
             (self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative"),
-            (self.clip is None or self.clip > 0, f"clip={self.clip} must be positive, or null"),
             (
                 self.skip_spike is None or self.skip_spike > 1,
                 f"skip_spike={self.skip_spike} must exceed 1, or be null",
             ),
-            (self.qk_clip is None or self.qk_clip > 0, f"qk_clip={self.qk_clip} must be positive, or null"),
-            (self.accumulate_steps > 0, f"accumulate_steps={self.accumulate_steps} must be positive"),
             (
                 self.params_memory == "device" or self.state_memory == "host",
                 "params_memory=host leaves the larger state on the devices; set state_memory=host, too",
@@ -233,8 +226,7 @@ class Source:
 
     def __post_init__(self):
         require(
-            (self.weight > 0, f"weight={self.weight} must be positive"),
-            (self.documents > 0, f"documents={self.documents} must be positive"),
+            *positive(self, "weight documents"),
             (
                 bool(self.path) or self.kind == "synthetic",
                 f"kind={self.kind} needs a path",
@@ -285,11 +277,9 @@ class Data:
 
     def __post_init__(self):
         require(
+            *positive(self, "sequence_length global_batch workers"),
             (bool(self.sources), "sources is empty; name at least one"),
-            (self.sequence_length > 0, f"sequence_length={self.sequence_length} must be positive"),
-            (self.global_batch > 0, f"global_batch={self.global_batch} must be positive"),
             (0 <= self.eval_fraction < 1, f"eval_fraction={self.eval_fraction} must be in [0, 1)"),
-            (self.workers > 0, f"workers={self.workers} must be positive"),
             *(
                 (
                     one.until_step < following.until_step,
@@ -347,11 +337,7 @@ class Eval:
 
     def __post_init__(self):
         require(
-            (
-                self.every_steps is None or self.every_steps > 0,
-                f"every_steps={self.every_steps} must be positive, or null",
-            ),
-            (self.batches > 0, f"batches={self.batches} must be positive"),
+            *positive(self, "every_steps? batches"),
         )
 
 
@@ -373,10 +359,7 @@ class Checkpoint:
         back, every = self.rollback_steps, self.every_steps
         reach = None if every is None or self.every_minutes or self.keep_every else (self.keep_last - 1) * every + 1
         require(
-            *(
-                (getattr(self, k) is None or getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive, or null")
-                for k in ("every_steps", "every_minutes", "keep_every", "rollback_steps", "local_every_steps")
-            ),
+            *positive(self, "every_steps? every_minutes? keep_every? rollback_steps? local_every_steps? keep_last"),
             (
                 (self.local_dir is None) == (self.local_every_steps is None),
                 f"local_dir={self.local_dir} with local_every_steps={self.local_every_steps}: set both, or neither",
@@ -385,7 +368,6 @@ class Checkpoint:
                 self.local_dir is None or "://" not in self.local_dir,
                 f"local_dir={self.local_dir} must be a folder of the host, such as /local",
             ),
-            (self.keep_last > 0, f"keep_last={self.keep_last} must be positive"),
             (
                 back is None or every is not None or self.every_minutes is not None,
                 f"rollback_steps={back} needs checkpoints to go back to; set every_steps or every_minutes",
@@ -475,23 +457,14 @@ class Config:
 
     def _own(self) -> tuple[tuple[bool, str], ...]:
         return (
-            (self.steps > 0, f"steps={self.steps} must be positive"),
+            *positive(self, "steps log_every_steps verify_every_steps? hang_seconds?"),
             *(
                 ("=" in option.lstrip("="), f"compiler_options={option} must be name=value, or name= to drop a default")
                 for option in self.compiler_options
             ),
-            (self.log_every_steps > 0, f"log_every_steps={self.log_every_steps} must be positive"),
             (
                 self.prometheus_port is None or 0 < self.prometheus_port < 2**16,
                 f"prometheus_port={self.prometheus_port} must be from 1 to 65535, or null",
-            ),
-            (
-                self.verify_every_steps is None or self.verify_every_steps > 0,
-                f"verify_every_steps={self.verify_every_steps} must be positive, or null",
-            ),
-            (
-                self.hang_seconds is None or self.hang_seconds > 0,
-                f"hang_seconds={self.hang_seconds} must be positive, or null",
             ),
             (
                 self.eval.every_steps is None or self.data.eval_fraction > 0,

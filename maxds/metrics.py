@@ -113,7 +113,8 @@ class Log:
         self.note(f"tokens/s    all {tokens:,} tokens of a batch count, padding included")
         known = f"{peak / 1e12:,.0f} TFLOP/s of {device_kind}" if peak else f"unknown for {device_kind}"
         self.note(f"MFU         {flops.FORMULA}: {token_flops / 1e9:,.4g} GFLOP a token; peak {known}")
-        self._records = self._closing.enter_context(Records(self.config.folder, done, self.alarm))
+        opened = Records(self.config.folder, done, self.alarm, in_bucket=self.config.in_bucket)
+        self._records = self._closing.enter_context(opened)
         if self.config.wandb is not None:
             with self.phase("wandb") as phase:
                 self._wandb = self._closing.enter_context(WandbRun(self.config, self.alarm))

@@ -58,13 +58,14 @@ class Records:
       run_dir: a folder, created where it is missing, or the address of one.
       done: what the files hold of steps beyond this one is dropped, but for TIMES.
       alarm: is told, once, that the files cannot be written.
+      in_bucket: whether the folder is in an object store.
 
     Raises:
       OSError: the files cannot be opened.
     """
 
-    def __init__(self, run_dir: str | os.PathLike, done: int, alarm: Callable[[str], None]):
-        self._run, self._remote, self._alarm = epath.Path(run_dir), "://" in os.fspath(run_dir), alarm
+    def __init__(self, run_dir: str | os.PathLike, done: int, alarm: Callable[[str], None], *, in_bucket: bool = False):
+        self._run, self._remote, self._alarm = epath.Path(run_dir), in_bucket, alarm
         self._closing = contextlib.ExitStack()
         scratch = self._closing.enter_context(tempfile.TemporaryDirectory()) if self._remote else None
         self._local = pathlib.Path(scratch or run_dir)

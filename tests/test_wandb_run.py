@@ -73,7 +73,7 @@ def test_a_run_is_one_at_wandb_with_the_figures_of_its_files_also_after_a_restar
 
 
 def test_another_run_is_another_at_wandb(tmp_path):
-    first, again, other = (wandb_run._id(str(tmp_path / name)) for name in ("a", "a", "b"))
+    first, again, other = (wandb_run._id(tmp_path / name / "wandb.id") for name in ("a", "a", "b"))
     assert first == again != other
 
 

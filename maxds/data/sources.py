@@ -284,10 +284,9 @@ def _measured(
     def found(part: range) -> np.ndarray:
         return _cached(cache and cache / f"{part.start}.npy", lambda: measure(part))
 
-    if cache is not None:
-        for part in parts[processes.index :: processes.count]:
-            found(part)
-        processes.meet()
+    for part in parts[processes.index :: processes.count] if cache else ():
+        found(part)
+    processes.meet()
     with ThreadPoolExecutor(1 if cache is None else None) as pool:  # they wait for a bucket, not for each other
         return np.concatenate([np.empty((2, 0), np.int64), *pool.map(found, parts)], axis=1)
 
