@@ -34,8 +34,9 @@ _HALF_WRITTEN = ".orbax-checkpoint-tmp"  # follows the step in the name of a fol
 _COMPLETE = "commit_success.txt"  # in a bucket, which renames no folder, is written into one that is
 _ABOUT = "_CHECKPOINT_METADATA"  # the file of a checkpoint with what it says of itself
 _MISREAD = ValueError, TypeError, KeyError, AttributeError  # by Orbax, where that file is damaged
-T = TypeVar("T")
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+T = TypeVar("T")
 
 
 class CheckpointError(ValueError):
@@ -340,7 +341,7 @@ def _half_written(folder: epath.Path) -> list[epath.Path]:
         return []
     if "://" not in str(folder):
         return list(folder.glob(f"*{_HALF_WRITTEN}*"))
-    return [of_step for of_step in folder.iterdir() if not (of_step / _COMPLETE).exists()]
+    return [found for found in folder.iterdir() if found.name.isdigit() and not (found / _COMPLETE).exists()]
 
 
 def _let_be_read(folder: epath.Path, warn: Callable[[str], None]) -> None:

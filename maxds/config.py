@@ -168,9 +168,9 @@ class Optimizer:
     muon_rms: float = 0.2  # of an update: as AdamW's, so that it can keep its learning rate and decay; V4: 0.18
     weight_decay: float = 0.1
     clip: float | None = 1.0  # global gradient norm
-    skip_spike: float | None = (
-        None  # skip a step whose gradient norm exceeds this multiple of its running mean, and count it as that
-    )
+    # Skip a step whose gradient norm exceeds this multiple of the running mean, where it then counts as that multiple:
+    # norms that stay larger are spikes for some steps only
+    skip_spike: float | None = None
     # QK-Clip: after a step, heads whose largest attention score (as the softmax is given it) exceeded this have their
     # queries and keys scaled down to it. 100 in Kimi K2. null: none
     qk_clip: float | None = None

@@ -2,9 +2,9 @@
 
 `text` is read and tokenized once, into memory, two or four bytes a token: it is for what fits there.
 `tfds` and `arrayrecord` are tokenized as they are read, a document as a whole for each row that
-holds a part of it. The lengths of their documents are found by one pass over all of them, to which
-each process goes through some. What it finds is cached, a part of the documents after the other, under
-a hash of the tokenizer and of the files' names, sizes and modification times.
+holds a part of it. The lengths of their documents are found by one pass over all of them, of which each
+process makes a part. What it finds is cached, some documents after the others, under a hash of the
+tokenizer and of the files' names, sizes and modification times.
 """
 
 import dataclasses
