@@ -396,8 +396,8 @@ def test_what_is_converted_there_and_back_is_the_same_to_the_bit(model, dtype, t
         state_of(tmp_path / "back"),
         jax.tree.map(lambda a: np.asarray(a, np.float32), (state.params, state.router_bias)),
     )
-    stored = parts.open_checkpoint(tmp_path / "back", 0, ["params.norm"])
-    assert stored.dtype("params.norm") == np.dtype(dtype)
+    stored = parts.open_checkpoint(tmp_path / "back", 0, ["params.embed", "params.norm"])
+    assert (stored.dtype("params.embed"), stored.dtype("params.norm")) == (np.dtype(dtype), np.float32)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
     assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["checkpoints", "config.yaml"]
 
