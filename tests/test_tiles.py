@@ -74,7 +74,6 @@ def naive_attention(kind, q, k, v):
     return jnp.einsum("nqk,nkh->nqh", jnp.exp(scores - lse[..., None]), v), lse, jnp.max(scores, axis=-1)
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(
     ("kind", "heads_at_once", "waiting"),
     [
@@ -198,7 +197,6 @@ def drawn_for(given):
     return q, (tokens, of_entries), sinks, dout
 
 
-@pytest.mark.newest
 @pytest.mark.parametrize(("window_size", "ratio", "selected"), SIGHTS)
 def test_attention_to_a_window_and_its_gradients_are_those_of_the_definition(window_size, ratio, selected, monkeypatch):
     monkeypatch.setattr(window_tiles, "HEADS", 4)
