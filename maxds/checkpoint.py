@@ -304,14 +304,15 @@ def open_run(config: Config, warn: Callable[[str], None], *, read_only: bool = F
     """
     # Orbax wants an absolute path, and to epath the address of a bucket is none.
     folder = (config.folder if config.in_bucket else config.folder.resolve()) / "checkpoints"
-    for left in _half_written(folder):
-        warn(f"warning: {left.name} is a half-written checkpoint and is skipped")
+    left = _half_written(folder)
+    for found in left:
+        warn(f"warning: {found.name} is a half-written checkpoint and is skipped")
     policy, keep, damaged = config.checkpoint, ocp.training.preservation_policies, set()
     preserved = [_LatestSound(policy.keep_last, damaged)]
     if policy.keep_every:
         preserved.append(keep.EveryNSteps(policy.keep_every))
     if not read_only:
-        _let_be_read(folder, warn)
+        _let_be_read(folder, left, warn)
     try:
         orbax = ocp.training.Checkpointer(
             folder,
@@ -344,8 +345,11 @@ def _half_written(folder: epath.Path) -> list[epath.Path]:
     return [found for found in folder.iterdir() if found.name.isdigit() and not (found / _COMPLETE).exists()]
 
 
-def _let_be_read(folder: epath.Path, warn: Callable[[str], None]) -> None:
-    """Empties what damaged checkpoints say of themselves, for which Orbax would refuse all; leaves a copy."""
+def _let_be_read(folder: epath.Path, left: list[epath.Path], warn: Callable[[str], None]) -> None:
+    """Empties what damaged checkpoints say of themselves, for which Orbax would refuse all; leaves a copy.
+
+    But for `left`, which are half-written: Orbax deletes them.
+    """
 
     def mend(about: epath.Path) -> None:
         try:
@@ -356,7 +360,6 @@ def _let_be_read(folder: epath.Path, warn: Callable[[str], None]) -> None:
             warn(f"warning: {about} is damaged ({reason(error)}); it is emptied, and {_ABOUT}.damaged is what it was")
 
     if jax.process_index() == 0:
-        left = _half_written(folder)
         found = [f for f in folder.glob(f"*/{_ABOUT}") if f.parent.name.isdigit() and f.parent not in left]
         with contextlib.suppress(Exception), concurrent.futures.ThreadPoolExecutor() as pool:
             list(pool.map(mend, found))  # of what fails else, Orbax or restoring will tell

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from maxds import host, params
@@ -54,9 +55,13 @@ def of_bits(array: jax.Array) -> jax.Array:
     for axis in range(array.ndim):
         stride = math.prod(array.shape[axis + 1 :]) % 2**32
         place += lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride)
-    mixed = bits ^ (place * jnp.uint32(0x9E3779B1))
-    mixed = mixed ^ (mixed >> 16)
-    for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):  # MurmurHash3's finalizer: no two values become one
-        mixed = mixed * jnp.uint32(factor)
-        mixed = mixed ^ (mixed >> shift)
-    return jnp.sum(mixed, dtype=jnp.uint32)
+    return jnp.sum(mixed(bits ^ (place * jnp.uint32(0x9E3779B1))), dtype=jnp.uint32)
+
+
+def mixed(bits: jax.Array) -> jax.Array:
+    """A hash of each uint32, MurmurHash3's finalizer: no two values become one."""
+    bits = bits ^ (bits >> 16)
+    for factor, shift in ((0x85EBCA6B, 13), (0xC2B2AE35, 16)):
+        bits = bits * np.uint32(factor)
+        bits = bits ^ (bits >> shift)
+    return bits

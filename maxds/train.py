@@ -67,7 +67,7 @@ MISTAKES = (
     wandb_run.WandbError,
 )
 CONFIG = "config.yaml"  # in a run's folder, from before its first step on
-EXIT_CODES = (
+EXIT_CODES = (  # of the first that an error is of
     {checkpoint.UnreadableError: 7}
     | dict.fromkeys(MISTAKES, 2)
     | {loop.NonFiniteError: 4, loop.FeedError: 5, checkpoint.StorageError: 7}

@@ -13,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from maxds import host, optimizer, params
+from maxds.checksum import mixed
 from maxds.params import Param, Tree
 
 
@@ -39,19 +40,12 @@ def moved(w: jax.Array, change: jax.Array, step: jax.Array) -> jax.Array:
     if w.dtype == jnp.float32:
         return found
     bits = lax.bitcast_convert_type(found, jnp.uint32)
-    place = _mixed(step.astype(jnp.uint32))
+    place = mixed(step.astype(jnp.uint32))
     for axis in range(max(w.ndim - 2, 0), w.ndim):
-        place = _mixed(place ^ lax.broadcasted_iota(jnp.uint32, w.shape, axis))
-    up = (bits + (_mixed(bits ^ place) >> 16)) & np.uint32(0xFFFF0000)
+        place = mixed(place ^ lax.broadcasted_iota(jnp.uint32, w.shape, axis))
+    up = (bits + (mixed(bits ^ place) >> 16)) & np.uint32(0xFFFF0000)
     by_chance = lax.bitcast_convert_type(up, jnp.float32)
     return jnp.where(jnp.isfinite(found), by_chance, found).astype(w.dtype)
-
-
-def _mixed(bits: jax.Array) -> jax.Array:
-    """A hash of 32 bits: the last steps of MurmurHash3 (Appleby, public domain)."""
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = (bits ^ (bits >> shift)) * np.uint32(factor)
-    return bits ^ (bits >> 16)
 
 
 def chosen(sound: jax.Array, new: Tree, old: Tree) -> Tree:

@@ -63,11 +63,16 @@ def end_all():
             process.kill()
 
 
+def free_port():
+    """Of this machine, that nobody listens at."""
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return free.getsockname()[1]
+
+
 def start_several(count, run_dir, cache, *arguments, devices, **environment):
     """The same as `count` processes of one run, that find each other over loopback."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        several = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free.getsockname()[1]}", "JAX_NUM_PROCESSES": str(count)}
+    several = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": str(count)}
     ids = [{**several, **environment, "JAX_PROCESS_ID": str(i)} for i in range(count)]
     return [start(run_dir, cache, *arguments, devices=devices, **one) for one in ids]
 

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import urllib.parse
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 from gcp_storage_emulator.server import create_server
-from running import LONG, ROOT, STEPS, checksums, finish, losses, start, start_several, wait_for_steps
+from running import LONG, ROOT, STEPS, checksums, finish, free_port, losses, start, start_several, wait_for_steps
 
 RUN = "gs://bucket/runs/a"
 COMMITTED = "commit_success.txt"  # a bucket renames no folder: Orbax writes this into one that is whole
@@ -33,9 +32,7 @@ class Bucket(NamedTuple):
 
 @pytest.fixture
 def bucket(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {
         "STORAGE_EMULATOR_HOST": f"http://127.0.0.1:{port}",
         "TENSORSTORE_GCS_HTTP_URL": f"http://127.0.0.1:{port}",
@@ -59,7 +56,6 @@ def test_a_killed_run_goes_on_from_its_bucket_and_is_the_straight_one(bucket, st
     finish(killed)
     compiled = files(bucket.run / "compile_cache")
     assert compiled
-    saved = bucket.run / "checkpoints"
 
     code, out, err = finish(start(RUN, "auto", *arguments, **bucket.environment))
     assert code == 0, err
@@ -77,7 +73,7 @@ def test_a_killed_run_goes_on_from_its_bucket_and_is_the_straight_one(bucket, st
     assert "step 41/60" in out
     assert losses(bucket.run) == straight
     assert checksums(bucket.run) == checksums(straight_run)
-    assert (saved / str(STEPS) / COMMITTED).exists()
+    assert (bucket.run / "checkpoints" / str(STEPS) / COMMITTED).exists()
 
 
 def test_two_processes_save_to_a_bucket_and_it_is_reported_and_read(bucket, program_cache):
@@ -87,6 +83,6 @@ def test_two_processes_save_to_a_bucket_and_it_is_reported_and_read(bucket, prog
         assert code == 0, err
     assert len(losses(bucket.run)) == 2
     environment = os.environ | bucket.environment
-    for command in (["report", RUN], ["generate", RUN, "--prompt=a", "--tokens=1"]):
-        done = subprocess.run([sys.executable, "-m", f"maxds.{command[0]}", *command[1:]], env=environment, cwd=ROOT)
-        assert done.returncode == 0
+    for module, *options in (["report"], ["generate", "--prompt=a", "--tokens=1"]):
+        command = [sys.executable, "-m", f"maxds.{module}", RUN, *options]
+        assert subprocess.run(command, env=environment, cwd=ROOT).returncode == 0

@@ -2,7 +2,6 @@
 
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import types
@@ -12,6 +11,7 @@ import numpy as np
 import pytest
 from etils import epath
 from google.cloud import storage
+from running import free_port
 
 from maxds import doctor, loader, mesh, shards, step
 from maxds.config import Config
@@ -96,10 +96,7 @@ def test_devices_that_do_not_start_are_a_fault_and_no_traceback():
 
 
 def pair(*different):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    several = {"JAX_COORDINATOR_ADDRESS": address, "JAX_NUM_PROCESSES": "2"}
+    several = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{free_port()}", "JAX_NUM_PROCESSES": "2"}
     arguments = TINY, "mesh.cpu_devices=4", "compile_cache=null"
     return [
         finish(process)

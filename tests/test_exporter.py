@@ -12,12 +12,6 @@ from maxds import loader, metrics
 from maxds.config import Config
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("", 0))
-        return free.getsockname()[1]
-
-
 def fetched(port):
     """Samples by name, each a list of labels and values."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as answer:
@@ -44,7 +38,7 @@ def test_a_port_that_is_taken_is_told_before_anything_begins(tmp_path, program_c
 
 
 def test_processes_other_than_the_first_serve_what_they_know_and_write_nothing(tmp_path):
-    port = free_port()
+    port = running.free_port()
     with metrics.Log(test_metrics.load(tmp_path / "run", f"prometheus_port={port}"), primary=False) as log:
         log.start(0, "cpu", 1)
         assert "maxds_step" not in fetched(port)

@@ -13,10 +13,10 @@ PACKAGE = Path(maxds.__file__).parent
 ORDER = """lines command section architecture config nodes loader mesh quantize host params tables schedule
     model model.ops model.residual model.engram model.sequences model.kernels model.indexer model.window model.attention
     model.compressed model.rounded model.moe model.layout model.deepseek model.cache model.decode
-    muon optimizer update step flops describe
+    checksum muon optimizer update step flops describe
     aot aot.executable aot.topology aot.hlo aot.cost aot.timeline aot.network aot.fit aot.picture aot.remedies
     aot.report
-    data checksum integrity checkpoint parts records goodput exporter wandb_run metrics report trained generate score
+    data integrity checkpoint parts records goodput exporter wandb_run metrics report trained generate score
     watchdog shards local_checkpoint saves rollback loop train
     hf hf.files hf.quantized hf.table hf.v4 hf.settings convert
     compile cluster jobset launch trial doctor""".split()
