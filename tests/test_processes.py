@@ -13,7 +13,20 @@ import time
 
 import pytest
 import test_exporter
-from running import DEADLINE, LONG, ROOT, STEPS, TINY, finish, losses, rows, start, start_several, wait_for_steps
+from running import (
+    DEADLINE,
+    LONG,
+    ROOT,
+    STEPS,
+    TINY,
+    finish,
+    free_port,
+    losses,
+    rows,
+    start,
+    start_several,
+    wait_for_steps,
+)
 
 from maxds import goodput, records
 
@@ -35,7 +48,7 @@ def test_sigterm_saves_and_exits_with_3_and_the_same_command_goes_on_to_the_bit(
 def test_a_training_serves_the_figures_of_its_last_step_and_ends_whoever_is_connected(
     tmp_path, program_cache, straight
 ):
-    port = test_exporter.free_port()
+    port = free_port()
     process = start(tmp_path, program_cache, *LONG, f"prometheus_port={port}")
     wait_for_steps(process, tmp_path, 3)
     with contextlib.closing(socket.create_connection(("127.0.0.1", port))):  # who never asks

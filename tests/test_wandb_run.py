@@ -10,7 +10,6 @@ from unittest import mock
 import psutil
 import pytest
 import running
-import test_exporter
 import test_metrics
 from wandb.proto.wandb_internal_pb2 import Record
 
@@ -112,7 +111,7 @@ def test_a_package_that_is_missing_is_told_before_anything_begins(tmp_path, prog
 
 def test_a_server_that_does_not_answer_makes_the_run_offline(tmp_path, program_cache):
     impatient = patched(tmp_path / "site", "from maxds import wandb_run; wandb_run._START_SECONDS = 1")
-    server = {"WANDB_BASE_URL": f"http://127.0.0.1:{test_exporter.free_port()}", "WANDB_API_KEY": "0" * 40}
+    server = {"WANDB_BASE_URL": f"http://127.0.0.1:{running.free_port()}", "WANDB_API_KEY": "0" * 40}
     environment = impatient | server | {"HOME": str(tmp_path), "WANDB_MODE": "online"}
     run_dir, arguments = tmp_path / "run", (*running.LONG, "steps=2", "wandb=ours")
     code, _, err = running.finish(running.start(run_dir, program_cache, *arguments, **environment))
