@@ -23,7 +23,7 @@ On CPUs and GPUs XLA's `lax.ragged_dot` multiplies every row by every group: its
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import flax.struct
@@ -183,12 +183,6 @@ def tokens(segments: jax.Array) -> Keys:
     return Keys(segments, jnp.arange(segments.shape[1])[None])
 
 
-def blocks(x: jax.Array, axis: int) -> jax.Array:
-    """Splits the sequence axis into a leading axis of query blocks: [n ... block ...]."""
-    size, block = x.shape[axis], _block_of(x.shape[axis])
-    return jnp.moveaxis(x.reshape(*x.shape[:axis], size // block, block, *x.shape[axis + 1 :]), axis, 0)
-
-
 @flax.struct.dataclass
 class Block:
     """Some of the tokens of a sequence, side by side."""
@@ -238,7 +232,7 @@ def _block_of(length: int, most: int | None = None) -> int:
     return most if length % most == 0 else length
 
 
-def joined(found: list[jax.Array], axis: int) -> jax.Array:
+def joined(found: Sequence[jax.Array], axis: int) -> jax.Array:
     """Blocks of queries of all spans, [n ... block ...], side by side along `axis`."""
     of_spans = [jnp.moveaxis(of_span, 0, axis) for of_span in found]
     return jnp.concatenate([s.reshape(*s.shape[:axis], -1, *s.shape[axis + 2 :]) for s in of_spans], axis)
@@ -272,63 +266,44 @@ def seen(block: Block, segments: jax.Array, keys: Keys, selected: jax.Array | No
     return sparse.unpack(block.of(selected, 1))[..., : keys.count]
 
 
-def _scores(q, k, segments_q, segments, first):
-    """Masked scores [B N Q Z] in float32 of one block of queries, from position `first` on, with the first Z keys."""
-    scores = jnp.einsum("bnqh,bnkh->bnqk", q, k, preferred_element_type=jnp.float32)
-    return jnp.where(visible(segments_q, tokens(segments), first)[:, None], scores, -jnp.inf)
-
-
 def _attend(q, k, v, segments, scored):
-    found = []
-    for start, end in spans(q.shape[2]):
-        k_seen, v_seen = k[:, :, :end], v[:, :, :end]
-        found.append(_attend_span(start, q[:, :, start:end], k_seen, v_seen, segments[:, :end], scored))
-    return jax.tree.map(lambda *of_spans: jnp.concatenate(of_spans, 2), *found)
-
-
-def _attend_span(start, q, k, v, segments, scored):
-    def block(args):
-        q, segments_q, first = args
-        scores = _scores(q, k, segments_q, segments, first)
+    def attend(end, _, block):
+        scores = _scores(block.of(q, 2), k[:, :, :end], segments, block)
         lse = jax.nn.logsumexp(scores, axis=-1)
         weights = jnp.exp(scores - lse[..., None]).astype(v.dtype)  # to the bit those of the backward pass
-        return jnp.einsum("bnqk,bnkh->bnqh", weights, v), lse, jnp.max(scores, axis=-1) if scored else None
+        out = jnp.einsum("bnqk,bnkh->bnqh", weights, v[:, :, :end])
+        return None, (out, lse, jnp.max(scores, axis=-1) if scored else None)
 
-    queries = blocks(q, 2)
-    firsts = start + jnp.arange(len(queries)) * queries.shape[3]
-    found = lax.map(block, (queries, blocks(segments[:, start:], 1), firsts))
-    return jax.tree.map(lambda of_blocks: joined([of_blocks], 2), found)
+    _, found = by_blocks(attend, None, q.shape[2])
+    return jax.tree.map(lambda *of_spans: joined(of_spans, 2), *found)
 
 
 def _attend_backward(q, k, v, segments, kept, dout):
     out, lse = kept
-    dq, dk, dv = [], jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    for start, end in spans(q.shape[2]):
-        of_queries = [a[:, :, start:end] for a in (q, out, lse, dout)]
-        seen = k[:, :, :end], v[:, :, :end], segments[:, :end]
-        of_span, more_k, more_v = _attend_span_backward(start, *seen, of_queries)
-        dq.append(of_span)
-        dk, dv = dk.at[:, :, :end].add(more_k), dv.at[:, :, :end].add(more_v)
-    return jnp.concatenate(dq, 2), dk.astype(k.dtype), dv.astype(v.dtype)
 
+    def pull(end, carry, block):
+        of_block, k_seen, v_seen = block.of(dout, 2), k[:, :, :end], v[:, :, :end]
+        weights = jnp.exp(_scores(block.of(q, 2), k_seen, segments, block) - block.of(lse, 2)[..., None])
+        more_v = _dot("bnqk,bnqh->bnkh", weights.astype(v.dtype), of_block)
+        delta = _dot("bnqh,bnqh->bnq", of_block, block.of(out, 2))
+        dscores = (weights * (_dot("bnqh,bnkh->bnqk", of_block, v_seen) - delta[..., None])).astype(q.dtype)
+        more_k = _dot("bnqk,bnqh->bnkh", dscores, block.of(q, 2))
+        carry = jax.tree.map(lambda total, more: total.at[:, :, :end].add(more), carry, (more_k, more_v))
+        return carry, jnp.einsum("bnqk,bnkh->bnqh", dscores, k_seen)
 
-def _attend_span_backward(start, k, v, segments, of_queries):
-    def block(carry, args):
-        dk, dv = carry
-        q, out, lse, dout, segments_q, first = args
-        weights = jnp.exp(_scores(q, k, segments_q, segments, first) - lse[..., None])
-        dv += jnp.einsum("bnqk,bnqh->bnkh", weights.astype(v.dtype), dout, preferred_element_type=jnp.float32)
-        dweights = jnp.einsum("bnqh,bnkh->bnqk", dout, v, preferred_element_type=jnp.float32)
-        delta = jnp.einsum("bnqh,bnqh->bnq", dout, out, preferred_element_type=jnp.float32)
-        dscores = (weights * (dweights - delta[..., None])).astype(q.dtype)
-        dk += jnp.einsum("bnqk,bnqh->bnkh", dscores, q, preferred_element_type=jnp.float32)
-        return (dk, dv), jnp.einsum("bnqk,bnkh->bnqh", dscores, k)
-
-    parts = [blocks(a, 2) for a in of_queries]
-    firsts = start + jnp.arange(len(parts[0])) * parts[0].shape[3]
     zeros = jnp.zeros(k.shape, jnp.float32), jnp.zeros(v.shape, jnp.float32)
-    (dk, dv), dq = lax.scan(block, zeros, (*parts, blocks(segments[:, start:], 1), firsts))
-    return joined([dq], 2), dk, dv
+    (dk, dv), dq = by_blocks(pull, zeros, q.shape[2])
+    return joined(dq, 2), dk.astype(k.dtype), dv.astype(v.dtype)
+
+
+def _scores(q, k, segments, block):
+    """Masked scores [B N Q Z] in float32 of a block of queries with the first Z keys."""
+    seen = visible(block.of(segments, 1), tokens(segments[:, : k.shape[2]]), block.first)
+    return jnp.where(seen[:, None], _dot("bnqh,bnkh->bnqk", q, k), -jnp.inf)
+
+
+def _dot(subscripts, x, y):
+    return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
 
 # ---------------------------------------------------------------------------------- summed scores
