@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 
 from maxds import config
-from maxds.data import DataError, Processes, load_tokenizer, open_data, sources
+from maxds.data import DataError, Processes, load_tokenizer, open_data, packing, sources
 from maxds.data.packing import PackedRows, cut, pack
 from maxds.data.sources import Documents, open_documents, stable_hash
 
@@ -79,7 +79,7 @@ def documents_of(lengths) -> Documents:
     """Documents whose tokens count on from one document to the next, so that each tells where it is."""
     starts = np.cumsum([0, *lengths])
     return Documents(
-        np.zeros(len(lengths), np.uint64),
+        lambda which: np.zeros(len(lengths), np.uint64)[which],
         np.array(lengths),
         "",
         lambda i: np.arange(starts[i], starts[i + 1], dtype=np.int32),
@@ -107,17 +107,36 @@ def naive_rows(documents: list[np.ndarray], length: int) -> list[dict[str, list[
     return rows
 
 
+def all_of(documents: Documents, length: int, seed: int, leave_out=()) -> PackedRows:
+    indices = np.arange(len(documents.lengths))
+    return PackedRows(documents, lambda which: ~np.isin(indices[which], leave_out), length, seed)
+
+
+@pytest.mark.parametrize("part", [1, 3, 100])
 @pytest.mark.parametrize("length", [1, 5, 8, 33])
-def test_rows_equal_a_naive_packing_in_the_order_of_each_epoch(length):
-    documents = documents_of([3, 1, 8, 40, 2, 2, 17, 1, 1, 5])
-    rows = PackedRows(documents, np.arange(10), length, seed=5)
+def test_rows_equal_a_naive_packing_in_the_order_of_each_epoch(length, part, monkeypatch):
+    monkeypatch.setattr(packing, "_PART", part)
+    documents, left_out = documents_of([3, 1, 8, 40, 2, 2, 17, 1, 1, 5, 4, 7]), [2, 6, 7, 8]
+    rows = all_of(documents, length, 5, left_out)
     orders = set()
     for epoch in range(3):
-        order, _ = rows._shuffle(epoch)
+        parts, _ = rows._shuffled_parts(epoch)
+        order = [d for of_part in parts for d in rows._shuffled(epoch, of_part)]
         orders.add(tuple(order))
+        assert sorted(order) == sorted({*range(12)} - {*left_out})
         expected = naive_rows([documents.read(d) for d in order], length)
         assert_same([rows[epoch * len(rows) + i] for i in range(len(rows))], expected)
     assert len(orders) == 3
+
+
+def test_documents_are_shuffled_among_thousands_and_these_in_the_epoch():
+    documents = documents_of([1] * 20_000)
+    order = np.concatenate([all_of(documents, 1000, 5)[i]["tokens"] for i in range(20)])
+    assert sorted(order) == list(range(20_000))
+    parts = {part: list(of_part) for part, of_part in itertools.groupby(order, lambda document: document // 2**12)}
+    assert sorted(parts) == list(range(5)) != list(parts)
+    for of_part in parts.values():
+        assert abs(np.corrcoef(of_part, range(len(of_part)))[0, 1]) < 0.1
 
 
 def test_a_row_fits_together_by_hand():
@@ -135,8 +154,7 @@ def test_what_is_left_of_a_row_is_segment_0_without_targets():
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=12), st.integers(1, 9), st.integers(1, 6))
 def test_rows_that_are_cut_are_the_shorter_rows_of_the_same_documents(lengths, length, pieces):
-    documents, members = documents_of(lengths), np.arange(len(lengths))
-    shorter, longer = (PackedRows(documents, members, size, seed=5) for size in (length, pieces * length))
+    shorter, longer = (all_of(documents_of(lengths), size, 5) for size in (length, pieces * length))
     for epoch in range(2):
         for i in range(len(longer)):
             row = cut({field: a[None] for field, a in longer[epoch * len(longer) + i].items()}, length)
@@ -240,7 +258,7 @@ def test_opening_again_yields_the_same_and_another_seed_does_not():
 def test_an_epoch_of_batches_holds_each_row_once_and_the_next_is_another(corpus):
     data = opened(text(corpus), global_batch=1)
     documents = open_documents(text(corpus), data.tokenizer, 257, None, 1)
-    packed = PackedRows(documents, np.arange(40), 16, stable_hash("train/0/0"))
+    packed = all_of(documents, 16, stable_hash("train/0/0"))
     batches = take(data.batches(), 2 * len(packed))
     epochs = [[bytes(batch["tokens"]) for batch in batches[e * len(packed) :][: len(packed)]] for e in range(2)]
     for epoch, rows in enumerate(epochs):
@@ -252,7 +270,7 @@ def test_an_epoch_of_batches_holds_each_row_once_and_the_next_is_another(corpus)
 
 def test_an_epoch_covers_each_token_once():
     documents = documents_of([10, 3, 25, 7, 19])
-    rows = PackedRows(documents, np.arange(5), 4, seed=0).shuffle(seed=3).repeat()
+    rows = all_of(documents, 4, 0).shuffle(seed=3).repeat()
     for epoch in range(3):
         tokens = np.concatenate([rows[epoch * 16 + i]["tokens"] for i in range(16)])
         assert sorted(tokens) == list(range(64))
@@ -290,11 +308,20 @@ def test_evaluation_is_the_same_every_time_and_for_every_seed(corpus):
     assert_same(one.eval_batches(2), other.eval_batches(2))
 
 
+@pytest.mark.parametrize("which", [slice(0, 4), slice(3, 9), slice(4, 999), slice(10, 11), slice(7, 7)])
+def test_a_document_among_any_others_has_the_same_key(which):
+    def keys(count):
+        source = config.Source(kind="synthetic", documents=count)
+        return open_documents(source, load_tokenizer("bytes"), 257, None, 1).keys
+
+    np.testing.assert_array_equal(keys(11)(which), keys(40)(slice(None))[:11][which])
+
+
 def test_a_new_file_leaves_the_split_of_the_others_as_it_was(corpus):
     def split() -> dict[bytes, bool]:
         documents = open_documents(text(corpus), load_tokenizer("bytes"), 257, None, 1)
-        names = [bytes(documents.read(i)[:3].astype(np.uint8)) for i in range(len(documents.keys))]
-        return dict(zip(names, documents.keys < 0.3 * 2.0**64, strict=True))
+        names = [bytes(documents.read(i)[:3].astype(np.uint8)) for i in range(len(documents.lengths))]
+        return dict(zip(names, documents.keys(slice(None)) < 0.3 * 2.0**64, strict=True))
 
     before = split()
     (corpus / "part0" / "00a.txt").write_text("new")
@@ -304,7 +331,7 @@ def test_a_new_file_leaves_the_split_of_the_others_as_it_was(corpus):
 
 def test_too_little_held_out_says_how_much_there_is(corpus):
     documents = open_documents(text(corpus), load_tokenizer("bytes"), 257, None, 1)
-    rows = int(documents.lengths[documents.keys < 0.3 * 2.0**64].sum()) // 16
+    rows = int(documents.lengths[documents.keys(slice(None)) < 0.3 * 2.0**64].sum()) // 16
     data = opened(text(corpus), eval_fraction=0.3)
     assert len(list(data.eval_batches(rows // 4))) == rows // 4
     message = (
@@ -324,7 +351,7 @@ def read_all(source: config.Source, tokenizer="bytes", cache_dir=None) -> list[s
     """Opens a source and returns the text of its documents, after checking their form."""
     loaded = load_tokenizer(tokenizer)
     documents = open_documents(source, loaded, 10**6, cache_dir, 2)
-    tokens = [documents.read(i) for i in range(len(documents.keys))]
+    tokens = [documents.read(i) for i in range(len(documents.lengths))]
     assert [len(t) for t in tokens] == documents.lengths.tolist()
     assert all(t.dtype == np.int32 and t[-1] == loaded.eos for t in tokens)
     return [loaded.decode(t[:-1]) for t in tokens]
@@ -346,7 +373,7 @@ def test_text_takes_the_files_that_match_and_are_not_hidden(corpus):
 
 def test_stdlib_is_the_running_pythons_own_source():
     documents = open_documents(text("stdlib", pattern="[a-d]*"), load_tokenizer("bytes"), 257, None, 2)
-    everything = b"".join(bytes(documents.read(i)[:-1].astype(np.uint8)) for i in range(len(documents.keys)))
+    everything = b"".join(bytes(documents.read(i)[:-1].astype(np.uint8)) for i in range(len(documents.lengths)))
     assert Path(dataclasses.__file__).read_bytes() in everything
 
 
@@ -701,8 +728,8 @@ def test_the_fingerprint_changes_with_whatever_changes_the_batches(corpus, huggi
 
 
 def test_fingerprints_in_checkpoints_of_earlier_versions_hold():
-    assert opened().fingerprint.startswith("75ce44dc7b4cf9b5")
-    assert opened(ramp=(config.Ramp(until_step=2, global_batch=2),)).fingerprint.startswith("12b0bb9bcc648bb9")
+    assert opened().fingerprint.startswith("c250b2aab1d65566")
+    assert opened(ramp=(config.Ramp(until_step=2, global_batch=2),)).fingerprint.startswith("dea0848774d883ab")
 
 
 def test_the_fingerprint_does_not_depend_on_where_the_files_are(corpus):

@@ -1,7 +1,7 @@
 """Training data: sources -> tokens -> packed rows -> batches that depend on the seed and the step only.
 
-Each source's rows are shuffled and repeated, anew in every epoch, and the sources' rows are mixed by
-weight into one endless stream. The batch of step n is rows [n G, (n + 1) G) of that stream, or where
+Each source's documents are shuffled, and so are the rows that they fill, anew in every epoch, and the sources'
+rows are mixed by weight into one endless stream. The batch of step n is rows [n G, (n + 1) G) of that stream, or where
 batches grow those after batch n - 1, however many processes and threads read it and wherever they
 start. So the data has no state to save: a run resumes at its step, or as many batches later as it has
 left out, and `Data.fingerprint` tells whether the data is still the same.
@@ -29,7 +29,7 @@ __all__ = ["Batch", "Data", "DataError", "Processes", "Tokenizer", "classes", "l
 Batch = dict[str, np.ndarray]
 
 # Part of the fingerprint: raise it when the same configuration yields other batches than before.
-_ORDER_VERSION = 1
+_ORDER_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +159,11 @@ def _open_tokenizer(config: config_lib.Data, vocab_size: int) -> Tokenizer:
 
 def _rows(config: config_lib.Data, documents: Documents, order: str, *, held_out: bool = False) -> PackedRows:
     """Returns the rows of one side of the split, their documents in an order that depends on `order`."""
-    chosen = (documents.keys < config.eval_fraction * 2.0**64) == held_out
-    return PackedRows(documents, np.flatnonzero(chosen), config.sequence_length, stable_hash(order))
+
+    def chosen(which: slice) -> np.ndarray:
+        return (documents.keys(which) < config.eval_fraction * 2.0**64) == held_out
+
+    return PackedRows(documents, chosen, config.sequence_length, stable_hash(order))
 
 
 def _mix_endless(config: config_lib.Data, train: list[PackedRows], seed: int) -> grain.MapDataset:

@@ -9,13 +9,15 @@ targets (-: none)                      |a a a e - b|e - c c c c|
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import grain
 import numpy as np
 
 from maxds.data.sources import Documents
+
+_PART = 2**12  # documents that are shuffled among themselves; an order of all would take some 30 bytes of each
 
 
 def pack(pieces: Iterable[np.ndarray], length: int) -> dict[str, np.ndarray]:
@@ -40,7 +42,8 @@ def pack(pieces: Iterable[np.ndarray], length: int) -> dict[str, np.ndarray]:
         row["targets"][start : start + len(following)] = following
         row["segments"][start:end] = segment
         row["positions"][start:end] = np.arange(end - start)
-        start = end
+        if (start := end) == length:
+            break
     return row
 
 
@@ -68,16 +71,21 @@ class PackedRows(grain.MapDataset):
 
     Row `len(self) * epoch + i` is row i of that epoch. It holds every token of the epoch's
     concatenation from `length * i` on: a pure function of the documents, the seed and the index.
+
+    Documents are shuffled in parts, and the parts as wholes: so what the host's memory holds of a
+    document is its length. What shares a row comes from one part or two; rows are for others to shuffle.
     """
 
-    def __init__(self, documents: Documents, members: np.ndarray, length: int, seed: int):
-        """`members`: int64 [documents], the indices of the documents to read."""
+    def __init__(self, documents: Documents, chosen: Callable[[slice], np.ndarray], length: int, seed: int):
+        """`chosen` tells of documents side by side which to read, bool [documents]."""
         super().__init__()
-        self._documents, self._members, self._length, self._seed = documents, members, length, seed
-        self.num_tokens = int(documents.lengths[members].sum())
+        self._documents, self._chosen, self._length, self._seed = documents, chosen, length, seed
+        parts = map(self._part, range(-(-len(documents.lengths) // _PART)))
+        self._sizes = np.array([documents.lengths[p][chosen(p)].sum(dtype=np.int64) for p in parts], np.int64)
+        self.num_tokens = int(self._sizes.sum())
         self._lock = threading.Lock()
         # Reading ahead crosses into the next epoch while threads still read the last one.
-        self._order_of = functools.lru_cache(maxsize=2)(self._shuffle)
+        self._parts_of = functools.lru_cache(maxsize=2)(self._shuffled_parts)
 
     def __len__(self) -> int:
         return self.num_tokens // self._length
@@ -89,19 +97,33 @@ class PackedRows(grain.MapDataset):
         return pack(self._pieces(epoch, row * self._length), self._length)
 
     def _pieces(self, epoch: int, start: int) -> Iterator[np.ndarray]:
-        """Yields the documents of the row at token `start`, without what earlier rows hold of the first."""
+        """Yields what follows in an epoch from token `start` on, document by document."""
         with self._lock:
-            order, ends = self._order_of(epoch)
+            parts, ends = self._parts_of(epoch)
         first = np.searchsorted(ends, start, side="right")
-        last = np.searchsorted(ends, start + self._length)
-        skipped = start - (ends[first] - self._documents.lengths[order[first]])
-        for document in order[first : last + 1]:
-            yield self._documents.read(document)[skipped:]
+        skipped = start - (ends[first] - self._sizes[parts[first]])
+        for part in parts[first:]:
+            order = self._shuffled(epoch, part)
+            starts = np.cumsum(self._documents.lengths[order], dtype=np.int64) - self._documents.lengths[order]
+            at = np.searchsorted(starts, skipped, side="right") - 1
+            for document, of_document in zip(order[at:], starts[at:], strict=True):
+                yield self._documents.read(document)[max(skipped - of_document, 0) :]
             skipped = 0
 
-    def _shuffle(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the documents in this epoch's order, and the token at which each of them ends."""
+    def _shuffled_parts(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns the parts in this epoch's order, and the token at which each of them ends."""
+        order = self._order(epoch, [0, 0, 1, 0], len(self._sizes))
+        return order, np.cumsum(self._sizes[order])
+
+    def _shuffled(self, epoch: int, part: int) -> np.ndarray:
+        """Returns the documents of a part in this epoch's order."""
+        members = _PART * part + np.flatnonzero(self._chosen(self._part(part)))
+        return members[self._order(epoch, [0, 0, 0, part], len(members))]
+
+    def _order(self, epoch: int, counter: list[int], count: int) -> np.ndarray:
         # The raw bits of Philox, unlike `permutation`, are the same in every version of NumPy.
-        bits = np.random.Philox(key=[self._seed, epoch]).random_raw(len(self._members))
-        order = self._members[np.argsort(bits, kind="stable")]
-        return order, np.cumsum(self._documents.lengths[order])
+        bits = np.random.Philox(key=[self._seed, epoch], counter=counter).random_raw(count)
+        return np.argsort(bits, kind="stable")
+
+    def _part(self, number: int) -> slice:
+        return slice(_PART * number, _PART * (number + 1))

@@ -46,8 +46,8 @@ ALONE = Processes()
 class Documents:
     """Tokenized documents in random access, from any number of threads."""
 
-    keys: np.ndarray  # uint64 [documents]: uniform hashes of what identifies each document
-    lengths: np.ndarray  # int64 [documents]: in tokens, the end-of-document token included
+    keys: Callable[[slice], np.ndarray]  # of some documents, uint64: uniform hashes of what identifies each
+    lengths: np.ndarray  # int64 or uint32 [documents]: in tokens, the end-of-document token included
     digest: str  # of the keys and all tokens
     read: Callable[[int], np.ndarray]  # index -> int32 [tokens], the last one the end of the document
 
@@ -101,9 +101,11 @@ def _digest(*parts: np.ndarray) -> str:
     return hashlib.sha256(b"".join(hashlib.sha256(part.tobytes()).digest() for part in parts)).hexdigest()
 
 
-def _index_keys(count: int) -> np.ndarray:
-    """Returns uint64 [count]; adding documents never changes the keys of the earlier ones."""
-    return np.random.Philox(key=0).random_raw(count)
+def _index_keys(count: int, which: slice) -> np.ndarray:
+    """Returns the keys of some of `count` documents; adding documents never changes those of the earlier ones."""
+    first, last, _ = which.indices(count)
+    block, before = divmod(first, 4)  # Philox counts blocks of four
+    return np.random.Philox(key=0, counter=block).random_raw(before + last - first)[before:]
 
 
 def _tokenize(tokenizer: Tokenizer, text: bytes, name: str) -> np.ndarray:
@@ -122,7 +124,8 @@ def _synthetic(count: int, vocab_size: int) -> Documents:
     The rule: 7 more, modulo the alphabet, which is bounded so that a short run can learn it.
     """
     alphabet = min(256, vocab_size - 1)
-    lengths = (_index_keys(count) // 2**32 % 448 + 65).astype(np.int64)
+    keys = functools.partial(_index_keys, count)
+    lengths = (keys(slice(None)) // 2**32 % 448 + 65).astype(np.int64)
 
     def read(index: int) -> np.ndarray:
         bits = np.random.Philox(key=[index, 1]).random_raw(lengths[index]) // 2**16
@@ -133,7 +136,7 @@ def _synthetic(count: int, vocab_size: int) -> Documents:
         tokens[-1] = alphabet  # the end of the document
         return tokens
 
-    return Documents(_index_keys(count), lengths, f"synthetic/{count}/{alphabet}", read)
+    return Documents(keys, lengths, f"synthetic/{count}/{alphabet}", read)
 
 
 # ------------------------------------------------------------------------------ text
@@ -150,7 +153,8 @@ def _text(source: config.Source, tokenizer: Tokenizer, workers: int) -> Document
         documents = list(pool.map(load, [file for _, file in files]))
     keys = np.array([stable_hash(name) for name, _ in files], np.uint64)
     lengths = np.array([len(tokens) for tokens in documents], np.int64)
-    return Documents(keys, lengths, _digest(keys, lengths, *documents), lambda index: documents[index].astype(np.int32))
+    digest = _digest(keys, lengths, *documents)
+    return Documents(keys.__getitem__, lengths, digest, lambda index: documents[index].astype(np.int32))
 
 
 def _read_file(file: Path) -> bytes:
@@ -212,7 +216,7 @@ def _records(
         return _tokenize_record(tokenizer, text, index, origin)
 
     cache = cache_dir and cache_dir / f"lengths-{_identity(source, files, tokenizer)}"
-    lengths, checksums = _measured(functools.partial(_measure, tokens, workers), count, cache, processes)
+    lengths, digest = _measured(functools.partial(_measure, tokens, workers), count, cache, processes)
 
     def read(index: int) -> np.ndarray:
         if len(document := tokens(index)) != lengths[index]:
@@ -222,7 +226,7 @@ def _records(
             )
         return document
 
-    return Documents(_index_keys(count), lengths, _digest(lengths, checksums), read)
+    return Documents(functools.partial(_index_keys, count), lengths, digest, read)
 
 
 def _tokenize_record(tokenizer: Tokenizer, text: Callable[[int], bytes], index: int, origin: str) -> np.ndarray:
@@ -277,8 +281,11 @@ def _measured(
     count: int,
     cache: epath.Path | None,
     processes: Processes,
-) -> np.ndarray:
-    """Returns what `measure` does of all documents: each process measures some parts of them, and reads the others."""
+) -> tuple[np.ndarray, str]:
+    """Returns the lengths of all documents, uint32, and a digest of what `measure` tells of them.
+
+    Each process measures some parts of them, and reads the others.
+    """
     parts = [range(first, min(first + _PART, count)) for first in range(0, count, _PART)]
 
     def found(part: range) -> np.ndarray:
@@ -287,20 +294,24 @@ def _measured(
     for part in parts[processes.index :: processes.count] if cache else ():
         found(part)
     processes.meet()
+    lengths, digest = np.empty(count, np.uint32), hashlib.sha256()
     with ThreadPoolExecutor(1 if cache is None else None) as pool:  # they wait for a bucket, not for each other
-        return np.concatenate([np.empty((2, 0), np.int64), *pool.map(found, parts)], axis=1)
+        for part, measured in zip(parts, pool.map(found, parts), strict=True):
+            lengths[part.start : part.stop] = measured[:, 0]
+            digest.update(measured)
+    return lengths, digest.hexdigest()
 
 
 def _measure(tokens: Callable[[int], np.ndarray], workers: int, part: range) -> np.ndarray:
-    """Returns int64 [2, documents]: the length of each document, and a checksum of its tokens."""
+    """Returns uint32 [documents, 2]: the length of each document, and a checksum of its tokens."""
 
     def measure(first: int) -> np.ndarray:
         documents = map(tokens, part[first : first + chunk])
-        return np.array([(len(document), zlib.crc32(document.tobytes())) for document in documents], np.int64)
+        return np.array([(len(document), zlib.crc32(document)) for document in documents], np.uint32)
 
     chunk = 1024
     with ThreadPoolExecutor(workers) as pool:
-        return np.concatenate([*pool.map(measure, range(0, len(part), chunk))]).T
+        return np.concatenate([*pool.map(measure, range(0, len(part), chunk))])
 
 
 def _cached(path: epath.Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
