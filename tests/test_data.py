@@ -568,6 +568,17 @@ def test_hugging_face_tokenizers_round_trip(hugging_face, corpus):
     assert opened(text(corpus), tokenizer=str(hugging_face), vocab_size=tokenizer.vocab_size).batches()
 
 
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_documents_are_whole_whatever_length_a_tokenizer_was_last_used_with(setting, hugging_face, tmp_path):
+    from tokenizers import Tokenizer
+
+    model, path = Tokenizer.from_file(str(hugging_face)), tmp_path / "tokenizer.json"
+    model.enable_truncation(4) if setting == "truncation" else model.enable_padding(length=500)
+    model.save(str(path))
+    found, expected = (load_tokenizer(str(file)).encode(sentence(8)).tolist() for file in (path, hugging_face))
+    assert found == expected
+
+
 def test_tokenizer_config_names_the_end_of_a_document(hugging_face, tmp_path):
     copy = tmp_path / "tokenizer.json"
     copy.write_bytes(hugging_face.read_bytes())

@@ -118,6 +118,9 @@ def _hugging_face(path: Path) -> Tokenizer:
         model = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises nothing more specific
         raise DataError(f"data.tokenizer={path} is not a Hugging Face tokenizer.json: {error}") from error
+    # A file keeps what its last user cut and padded texts to.
+    model.no_truncation()
+    model.no_padding()
     eos = _hugging_face_eos(model, path)
 
     def encode(text: str | bytes) -> np.ndarray:
