@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import resource
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -413,6 +414,17 @@ def records(tmp_path) -> config.Source:
 def test_arrayrecord_reads_a_document_a_record(records):
     assert read_all(records) == [sentence(i) for i in range(40)]
     assert_same(take(opened(records).batches(3), 2), take(opened(records).batches(), 5)[3:])
+
+
+def test_more_files_are_read_than_a_process_may_open_by_default(tmp_path):
+    for i in range(40):
+        write_arrayrecord(tmp_path / f"{i:02}.array_record", [sentence(i).encode()])
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
+    try:
+        assert read_all(config.Source(kind="arrayrecord", path=(str(tmp_path),))) == [sentence(i) for i in range(40)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import fnmatch
 import functools
 import hashlib
 import json
+import resource
 import sysconfig
 import uuid
 import zlib
@@ -209,6 +210,8 @@ def _records(
     source: config.Source, tokenizer: Tokenizer, cache_dir: epath.Path | None, workers: int, processes: Processes
 ) -> Documents:
     files = _find_files(source.path, source.pattern)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file stays open once it is read from
     count, text = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
     origin = f"{source.kind} {', '.join(source.path)}"
 
