@@ -39,12 +39,28 @@ class Parts:
     arrays: dict[str, Any]  # of tensorstore
 
     def read(self, name: str, index: tuple[int, ...]) -> np.ndarray:
-        """What lies at these places along the leading axes."""
-        return self.arrays[name][index].read().result()
+        """What lies at these places along the leading axes.
+
+        Raises:
+          CheckpointError: it is not there, or not whole.
+        """
+        try:
+            return self.arrays[name][index].read().result()
+        except ValueError as error:
+            raise checkpoint.CheckpointError(
+                f"{name} cannot be read ({checkpoint.reason(error)}); copy the checkpoint again, or choose another one"
+            ) from error
 
     def write(self, name: str, index: tuple[int, ...], numbers: np.ndarray) -> None:
-        """Writes what lies at these places along the leading axes."""
-        self.arrays[name][index].write(numbers).result()
+        """Writes what lies at these places along the leading axes.
+
+        Raises:
+          OSError: the disk refuses, such as one that is full.
+        """
+        try:
+            self.arrays[name][index].write(numbers).result()
+        except ValueError as error:
+            raise OSError(f"{name} cannot be written: {checkpoint.reason(error)}") from error
 
     def dtype(self, name: str) -> np.dtype:
         """Of an array."""
@@ -98,10 +114,12 @@ def open_checkpoint(run: pathlib.Path, step: int, names: list[str]) -> Parts:
     folder = _folder(run, step)
     files = {"driver": "file", "path": f"{folder}/"}
     store = {"driver": "ocdbt", "base": files} if (folder / "manifest.ocdbt").exists() else files
+    # As Orbax does: zeros are written, so that a file that is missing is not taken for them.
+    zarr = {"driver": "zarr3", "store_data_equal_to_fill_value": True, "fill_missing_data_reads": False}
 
     def one(name: str) -> Any:
         kvstore = store | {"path": f"{store.get('path', '')}{name}/"}
-        return ts.open({"driver": "zarr3", "kvstore": kvstore}, context=context).result()
+        return ts.open(zarr | {"kvstore": kvstore}, context=context).result()
 
     # Waiting for the disk after every chunk would take most of the time; who converts waits once, at the end.
     context = ts.Context({"file_io_sync": False})

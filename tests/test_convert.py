@@ -402,6 +402,45 @@ def test_what_is_converted_there_and_back_is_the_same_to_the_bit(model, dtype, t
     assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["checkpoints", "config.yaml"]
 
 
+def test_zeros_are_converted_as_anything_else(v3, tmp_path):
+    """A router's bias that nothing has changed yet, and an expert that nothing has reached."""
+    names = "model.layers.2.mlp.gate.e_score_correction_bias", "model.layers.2.mlp.experts.3.down_proj.weight"
+    hf = rewritten(
+        v3[0] / "hf", tmp_path / "hf", lambda held: held | {name: np.zeros_like(held[name]) for name in names}
+    )
+    convert.from_hf(str(hf), str(tmp_path / "run"))
+    weights, bias = state_of(tmp_path / "run")
+    assert not bias["moe_layers"][1].any() and not weights.moe_layers["experts"].down[1, 3].any()
+    assert bias["moe_layers"][0].all() and weights.moe_layers["experts"].down[1, 2].all()
+
+
+def test_what_is_missing_of_a_checkpoint_is_not_taken_for_zeros(lite, tmp_path):
+    back = shutil.copytree(lite / "back", tmp_path / "back")
+    folder = back / "checkpoints" / "0" / "state" / "params.moe_layers.experts.down"
+    next(path for path in folder.rglob("*") if path.is_file() and path.name != "zarr.json").unlink()
+    (line,) = refused(None, tmp_path, "to_hf", str(back), str(tmp_path / "out"), partial=True)
+    assert re.match(r"params\.moe_layers\.experts\.down cannot be read .*; copy the checkpoint again, or", line)
+
+
+def test_a_full_disk_is_told_and_the_same_command_goes_on(v3, tmp_path, capsys, monkeypatch):
+    writing = parts.Parts.write
+
+    def full(self, name, index, numbers):
+        array = self.arrays[name] if name != "params.norm" else Full()
+        writing(dataclasses.replace(self, arrays=self.arrays | {name: array}), name, index, numbers)
+
+    class Full:
+        def __getitem__(self, index):
+            raise ValueError("RESOURCE_EXHAUSTED: No space left on device\nand more")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parts.Parts, "write", full)
+        assert convert.main(["", "from_hf", str(v3[0] / "hf"), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err == "params.norm cannot be written: RESOURCE_EXHAUSTED: No space left on device\n"
+    convert.from_hf(str(v3[0] / "hf"), str(tmp_path / "out"))
+    assert "going on" in capsys.readouterr().out
+
+
 def test_a_training_saves_weights_in_pieces_of_a_layer_or_expert(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "PIECE_BYTES", (1, 10**9))
     _, state = converted.run(tmp_path, tiny.V3, mesh=(1, 2, 2))
@@ -561,13 +600,13 @@ def altered(v3, tmp_path, change):
     return hf
 
 
-def refused(hf, tmp_path, *command):
+def refused(hf, tmp_path, *command, partial=False):
     command = command or ("from_hf", str(hf), str(tmp_path / "out"))
     done = subprocess.run(
         [sys.executable, "-m", "maxds.convert", *command], capture_output=True, text=True, check=False
     )
     assert (done.returncode, done.stdout) == (2, "")
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith("out")] == ["out.partial"] * partial
     return done.stderr.splitlines()
 
 
