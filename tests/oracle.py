@@ -124,9 +124,9 @@ def mla(c, w, x, positions):
     scale = (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
     if y and y.mscale_all_dim:
         scale *= temperature(y.factor, y.mscale_all_dim) ** 2
-    latent = norm(x @ w.kv_down, w.kv_norm, eps)
+    latent = norm(x @ w.kv_down, w.kv_norm, 1e-6)
     rope_key = np.stack([rotate(c, k, p) for k, p in zip(x @ w.k_rope, positions, strict=True)])
-    source = x if c.q_lora_rank is None else norm(x @ w.q_down, w.q_norm, eps)
+    source = x if c.q_lora_rank is None else norm(x @ w.q_down, w.q_norm, 1e-6)
     chosen = [np.arange(t + 1) for t in range(len(x))]
     if c.index_topk is not None:
         wanted = index_scores(c, w.indexer, constant(x), constant(source), positions)

@@ -320,8 +320,8 @@ def expected_top_scores(weights):
     top = np.zeros(c.num_attention_heads)
     for tokens, segments, positions in zip(rows["tokens"], rows["segments"], rows["positions"], strict=True):
         x = oracle.norm(np.float64(weights.embed)[tokens], w.norm, c.rms_norm_eps)
-        source = oracle.norm(x @ w.q_down, w.q_norm, c.rms_norm_eps)
-        latent = oracle.norm(x @ w.kv_down, w.kv_norm, c.rms_norm_eps)
+        source = oracle.norm(x @ w.q_down, w.q_norm, 1e-6)
+        latent = oracle.norm(x @ w.kv_down, w.kv_norm, 1e-6)
         shared = x @ w.k_rope
         for head in range(c.num_attention_heads):
             q, k = source @ w.q_up[:, head], np.concatenate([latent @ w.k_up[:, head], shared], -1)

@@ -63,6 +63,7 @@ V2 = dataclasses.replace(
     norm_topk_prob=False,
     routed_scaling_factor=2.0,
     num_nextn_predict_layers=0,
+    rms_norm_eps=1e-2,  # Moonlight's is not 1e-6, which norms of latents have all the same
     rope_scaling=dataclasses.replace(V3.rope_scaling, mscale=0.707, mscale_all_dim=0.5),
 )
 V2_LITE = dataclasses.replace(

@@ -39,10 +39,9 @@ _FIXED = {
     "mlp_bias": False,
     "attention_dropout": 0.0,
 }
-_FIXED_LATENT = {  # the norms of latents have this epsilon there whatever config.json says
+_FIXED_LATENT = {
     "moe_layer_freq": 1,
     "rope_interleave": True,
-    "rms_norm_eps": 1e-6,
 }
 _NOT_V4 = *LATENT_KEYS.split(), "intermediate_size", "first_k_dense_replace"
 _V4_ONLY = *v4.NEEDED, "compress_rope_theta", "hc_sinkhorn_iters", "hc_eps", *COMPRESSED_KEYS.split()
@@ -215,8 +214,6 @@ def _latent_build(model: Model, values: dict[str, Any]) -> tuple[str, list[str]]
         keys = "scoring_func", "topk_method", "norm_topk_prob", "index_topk"
         found = ", ".join(f"model.{key}={values[key]}" for key in keys)
         mistakes.append(f"no model of transformers has {found}: it has V2's, V3's and V3.2's combinations only")
-    if model.rms_norm_eps != _FIXED_LATENT["rms_norm_eps"]:
-        mistakes.append(f"model.rms_norm_eps={model.rms_norm_eps}: transformers has 1e-06 in the norms of latents")
     if not model.n_shared_experts:
         mistakes.append("model.n_shared_experts=0: transformers' models have at least 1")
     return build, mistakes

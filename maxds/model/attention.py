@@ -19,6 +19,8 @@ from maxds.params import Param, Tree
 from maxds.quantize import dequantized
 from maxds.schedule import Given
 
+LATENT_EPS = 1e-6  # of the norms of latents, as in all released models, whatever rms_norm_eps is
+
 
 @flax.struct.dataclass
 class Attention:
@@ -70,7 +72,7 @@ def query_source(c: Model, w: Attention, x: jax.Array) -> jax.Array:
     """What queries are made of, [B S D] -> their normalized latent [B S Q]; without `q_lora_rank`, x itself."""
     if w.q_down is None:
         return x
-    return checkpoint_name(rms_norm(matmul("bsd,dq->bsq", x, w.q_down), w.q_norm, c.rms_norm_eps), "q_latent")
+    return checkpoint_name(rms_norm(matmul("bsd,dq->bsq", x, w.q_down), w.q_norm, LATENT_EPS), "q_latent")
 
 
 def queries(c: Model, w: Attention, source: jax.Array) -> jax.Array:
@@ -80,7 +82,7 @@ def queries(c: Model, w: Attention, source: jax.Array) -> jax.Array:
 
 def latents(c: Model, w: Attention, x: jax.Array, rope: Tree) -> tuple[jax.Array, jax.Array]:
     """[B S D] -> the latent of keys and values [B S C], and the rotated key shared by all heads [B S rope]."""
-    latent = rms_norm(matmul("bsd,dc->bsc", x, w.kv_down), w.kv_norm, c.rms_norm_eps)
+    latent = rms_norm(matmul("bsd,dc->bsc", x, w.kv_down), w.kv_norm, LATENT_EPS)
     return checkpoint_name(latent, "kv_latent"), checkpoint_name(
         rotate(matmul("bsd,dr->bsr", x, w.k_rope), rope), "kv_latent"
     )
