@@ -38,7 +38,12 @@ from maxds.trained import UseError
 
 WORKERS = 2  # parts converted at a time: what memory must hold
 FILE_BYTES = 4 * 2**30  # of a safetensors file, at most, unless a tensor alone exceeds it
-TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
+TOKENIZER = "tokenizer.json"
+# What lies beside it, and those need who serve the model: how chats are written, where answers end, Kimi's tokenizer.
+SERVING = (
+    *(TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "generation_config.json"),
+    *("tiktoken.model", "tokenization_kimi.py"),
+)
 WEIGHTS, MATRICES, TABLES = ("F32", "F16", "BF16"), ("F8_E4M3", "I8"), ("I64", "I32")  # dtypes of tensors
 USAGE = "usage: python -m maxds.convert from_hf HF_DIR OUT | to_hf RUN HF_DIR [--step=N]"
 _MISTAKES = (*trained.MISTAKES, FormatError)
@@ -157,6 +162,12 @@ def _check_target(target: str, needed: int) -> pathlib.Path:
     return path
 
 
+def _carry(folder: pathlib.Path, to: pathlib.Path, names: Sequence[str]) -> None:
+    for name in names:
+        if (folder / name).is_file():
+            shutil.copy(folder / name, to / name)
+
+
 def _stamp(paths: Sequence[pathlib.Path]) -> dict[str, list[int]]:
     return {str(p.absolute()): [p.stat().st_size, p.stat().st_mtime_ns] for p in paths if p.exists()}
 
@@ -191,9 +202,7 @@ def from_hf(source: str, out: str) -> None:
     def prepare(partial: pathlib.Path) -> None:
         parts.create(config, partial, dtypes, stacked)
         (partial / "config.yaml").write_text(text)
-        for name in TOKENIZER:
-            if (folder / name).is_file():
-                shutil.copy(folder / name, partial / name)
+        _carry(folder, partial, ("config.json", *SERVING))
 
     def open_(partial: pathlib.Path):
         arrays = parts.open_checkpoint(partial, 0, list(dtypes))
@@ -209,15 +218,15 @@ def from_hf(source: str, out: str) -> None:
 
         return convert, write, lambda cell: [arrays.read(a, cell.index) for a in cell.row.arrays]
 
-    used = {t.file for t in found.values()} | {folder / name for name in ("config.json", *TOKENIZER)}
+    used = {t.file for t in found.values()} | {folder / name for name in ("config.json", *SERVING)}
     identity = {"from": _stamp(sorted(used)), "config": text}
     _check_target(out, sum(map(nbytes, todo)))
     Work(target, identity, prepare, open_, todo, nbytes).do()
     print(
         f"{out}: {sum(len(c.tensors) for c in todo)} tensors converted, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared"
     )
-    if not (folder / TOKENIZER[0]).is_file():
-        print(f"{folder} has no {TOKENIZER[0]}: name a tokenizer as data.tokenizer in {out}/config.yaml")
+    if not (folder / TOKENIZER).is_file():
+        print(f"{folder} has no {TOKENIZER}: name a tokenizer as data.tokenizer in {out}/config.yaml")
 
 
 def _tensors(folder: pathlib.Path, config: Config) -> dict[str, Tensor]:
@@ -315,7 +324,7 @@ def _config_text(folder: pathlib.Path, target: pathlib.Path, model: dict[str, An
     length = min(4096, model["max_position_embeddings"])
     loss = {"mtp": 0.1} if model.get("num_nextn_predict_layers") else {}
     loss |= {"indexer": 0.01} if model.get("index_topk") else {}
-    tokenizer = str(target / TOKENIZER[0]) if (folder / TOKENIZER[0]).is_file() else "bytes"
+    tokenizer = str(target / TOKENIZER) if (folder / TOKENIZER).is_file() else "bytes"
     text = (
         f"# Converted from {folder}. Before training, set steps, data and optimizer, here or on the command line.\n",
         yaml.safe_dump({"run_dir": str(target), "steps": 1000}, sort_keys=False),
@@ -379,7 +388,8 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
         dtype = np.result_type(*(arrays.dtype(a) for a in cell.row.arrays), *([np.int64] if cell.row.below else []))
         wanted |= {name: (dtype, shape) for name in cell.tensors}
     tokenizer = pathlib.Path(config.data.tokenizer).expanduser()
-    about = settings.write(config.model, arrays.dtype("params.embed").name, _eos(config))
+    beside = tokenizer.parent if tokenizer.is_file() else folder
+    about = settings.write(config.model, arrays.dtype("params.embed").name, _special_tokens(config, beside))
 
     def nbytes(cell: Cell) -> int:
         return sum(_size(wanted[name][1], wanted[name][0]) for name in cell.tensors)
@@ -387,9 +397,9 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
     def prepare(partial: pathlib.Path) -> None:
         files.lay_out(partial, wanted, FILE_BYTES)
         (partial / "config.json").write_text(about)
-        for name in TOKENIZER:
-            if tokenizer.suffix == ".json" and tokenizer.with_name(name).is_file():
-                shutil.copy(tokenizer if name == TOKENIZER[0] else tokenizer.with_name(name), partial / name)
+        _carry(beside, partial, SERVING)
+        if tokenizer.is_file() and tokenizer.suffix == ".json":  # under whatever name
+            shutil.copy(tokenizer, partial / TOKENIZER)
 
     def open_(partial: pathlib.Path):
         laid = files.tensors(partial)
@@ -410,12 +420,22 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
     target = _check_target(out, sum(map(nbytes, todo)))
     Work(target, identity, prepare, open_, todo, nbytes).do()
     print(f"{out}: {len(wanted)} tensors of step {step}, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared")
+    if config.data.tokenizer != "bytes" and not tokenizer.is_file():
+        print(f"data.tokenizer={tokenizer} is not there: {out} has the tokenizer that {beside} has, if any")
 
 
-def _eos(config: Config) -> int | None:
+def _special_tokens(config: Config, beside: pathlib.Path) -> dict[str, Any]:
+    """As the config.json beside the tokenizer has them, but that documents end as those of the training."""
+    found: dict[str, Any] = dict.fromkeys(settings.TOKENS)
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        given = json.loads((beside / "config.json").read_text("utf-8"))
+        found = {key: given.get(key) for key in settings.TOKENS}
+    ends = found["eos_token_id"] if isinstance(found["eos_token_id"], list) else [found["eos_token_id"]]
     with contextlib.suppress(DataError):
-        return load_tokenizer(config.data.tokenizer).eos
-    return None
+        eos = load_tokenizer(config.data.tokenizer).eos
+        if ends == [None] or (config.data.tokenizer != "bytes" and eos not in ends):
+            found["eos_token_id"] = eos
+    return found
 
 
 # ------------------------------------------------------------------------------------------ the command

@@ -399,7 +399,7 @@ def test_what_is_converted_there_and_back_is_the_same_to_the_bit(model, dtype, t
     stored = parts.open_checkpoint(tmp_path / "back", 0, ["params.embed", "params.norm"])
     assert (stored.dtype("params.embed"), stored.dtype("params.norm")) == (np.dtype(dtype), np.float32)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["back", "hf", "run"]
-    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["checkpoints", "config.yaml"]
+    assert sorted(p.name for p in (tmp_path / "back").iterdir()) == ["checkpoints", "config.json", "config.yaml"]
 
 
 def test_zeros_are_converted_as_anything_else(v3, tmp_path):
@@ -494,18 +494,54 @@ def test_a_training_starts_from_converted_weights_and_resumes_its_own(lite, tmp_
     assert [row["step"] for row in rows] == [1, 2] and all(np.isfinite(row["loss"]) for row in rows)
 
 
-def test_tokenizer_files_travel_both_ways(v3, tmp_path):
+def test_what_serving_needs_travels_both_ways(v3, tmp_path):
     folder, _ = v3
     hf = shutil.copytree(folder / "hf", tmp_path / "hf")
+    for name in convert.SERVING:
+        (hf / name).write_text(f"{name}, as it was fetched")
+    say(hf, bos_token_id=7, eos_token_id=256)
     words = {"vocab": {"<eos>": 0, "a": 1}, "unk_token": "a", "type": "WordLevel"}
     (hf / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": words, "added_tokens": []}))
     (hf / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
     convert.from_hf(str(hf), str(tmp_path / "run"))
     assert trained.read_config(str(tmp_path / "run")).data.tokenizer == str(tmp_path / "run" / "tokenizer.json")
     convert.to_hf(str(tmp_path / "run"), str(tmp_path / "again"))
-    for name in convert.TOKENIZER:
+    for name in convert.SERVING:
         assert (tmp_path / "again" / name).read_text() == (hf / name).read_text()
-    assert json.loads((tmp_path / "again" / "config.json").read_text())["eos_token_id"] == 0
+    assert special_tokens(tmp_path / "again") == [7, 0, None]
+
+
+def test_a_model_whose_tokenizer_maxds_cannot_read_keeps_its_special_tokens(v3, tmp_path):
+    """Kimi's, such as; the bytes of the run's config end with another token."""
+    hf = shutil.copytree(v3[0] / "hf", tmp_path / "hf")
+    (hf / "tiktoken.model").write_text("any")
+    say(hf, bos_token_id=1, eos_token_id=[2, 3], pad_token_id=4)
+    convert.from_hf(str(hf), str(tmp_path / "run"))
+    convert.to_hf(str(tmp_path / "run"), str(tmp_path / "again"))
+    assert special_tokens(tmp_path / "again") == [1, [2, 3], 4]
+    assert (tmp_path / "again" / "tiktoken.model").read_text() == "any"
+
+
+def test_a_run_that_was_moved_is_converted_with_the_tokenizer_it_brought(v3, tmp_path, capsys):
+    hf = shutil.copytree(v3[0] / "hf", tmp_path / "hf")
+    (hf / "tokenizer.json").write_text("{}")
+    say(hf, eos_token_id=5)
+    convert.from_hf(str(hf), str(tmp_path / "run"))
+    (tmp_path / "run").rename(tmp_path / "moved")
+    convert.to_hf(str(tmp_path / "moved"), str(tmp_path / "again"))
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
+    assert special_tokens(tmp_path / "again") == [None, 5, None]
+    assert f"data.tokenizer={tmp_path}/run/tokenizer.json is not there" in capsys.readouterr().out
+
+
+def say(hf, **more):
+    given = json.loads((hf / "config.json").read_text())
+    (hf / "config.json").write_text(json.dumps(given | more))
+
+
+def special_tokens(hf):
+    given = json.loads((hf / "config.json").read_text())
+    return [given[key] for key in settings.TOKENS]
 
 
 # ------------------------------------------------------------------------------------- quantized weights

@@ -52,6 +52,7 @@ _UNUSED = """_name_or_path architectures auto_map aux_loss_alpha bos_token_id ch
     quantization_config return_dict router_aux_loss_coef router_jitter_noise seq_aux torch_dtype transformers_version
     unsloth_fixed use_cache""".split()
 
+TOKENS = "bos_token_id", "eos_token_id", "pad_token_id"
 # Type, type of the items, and the keys that have to be of it.
 _KINDS = (
     (list, int, "compress_ratios"),
@@ -170,13 +171,13 @@ def _check_quantization(given: dict | None, mistakes: list[str]) -> None:
         mistakes.append(f"quantization_config has {found}; maxds dequantizes fp8, e4m3, [{BLOCK}, {BLOCK}]")
 
 
-def write(model: Model, dtype: str, eos: int | None) -> str:
+def write(model: Model, dtype: str, tokens: dict[str, Any] | None = None) -> str:
     """config.json of a model, as transformers reads it.
 
     Args:
       model: any that maxds trains.
       dtype: of the weights, in torch's words.
-      eos: the token that ends a document.
+      tokens: of `TOKENS`, those that there are.
 
     Raises:
       FormatError: transformers has no such model.
@@ -195,11 +196,10 @@ def write(model: Model, dtype: str, eos: int | None) -> str:
     else:
         left_out, more = _NOT_V4, v4.write(model) | {"num_key_value_heads": 1}
     more |= _FIXED | {"torch_dtype": dtype, "use_cache": True}
-    tokens = {"bos_token_id": None, "eos_token_id": eos, "pad_token_id": None}
     values = {key: value for key, value in values.items() if key not in (*left_out, *_ENGRAM)}
     values = {key: value for key, value in values.items() if value is not None or not key.startswith("index_")}
     about = {"architectures": [_ARCHITECTURES[build]], "model_type": build}
-    return json.dumps(about | more | values | tokens, indent=2) + "\n"
+    return json.dumps(about | more | values | dict.fromkeys(TOKENS) | (tokens or {}), indent=2) + "\n"
 
 
 def _latent_build(model: Model, values: dict[str, Any]) -> tuple[str, list[str]]:
