@@ -186,6 +186,7 @@ class Optimizer:
     train: tuple[str, ...] = ("*",)
 
     def __post_init__(self):
+        least = math.sqrt(_SMALLEST / (1 - self.b2)) if self.b2 < 1 else 0.0  # else it is b2 that is refused
         require(
             *positive(self, "lr muon_rms clip? qk_clip? accumulate_steps"),
             (self.warmup_steps >= 0, f"warmup_steps={self.warmup_steps} must not be negative"),
@@ -194,7 +195,7 @@ class Optimizer:
             *((0 <= getattr(self, k) < 1, f"{k}={getattr(self, k)} must be in [0, 1)") for k in ("b1", "b2")),
             (0 <= self.muon_momentum < 1, f"muon_momentum={self.muon_momentum} must be in [0, 1)"),
             (
-                self.eps >= (least := math.sqrt(_SMALLEST / (1 - self.b2))),
+                self.eps >= least,
                 f"eps={self.eps} must be {least:.1e} at least: squares of gradients as small are zero in float32",
             ),
             (self.weight_decay >= 0, f"weight_decay={self.weight_decay} must not be negative"),

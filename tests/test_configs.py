@@ -306,3 +306,141 @@ def test_a_contradiction_is_reported_where_the_user_wrote_it(overrides, message)
     with pytest.raises(loader.ConfigError) as caught:
         load("quickstart", *overrides)
     assert caught.value.mistakes == (message,)
+
+
+YARN = "original_max_position_embeddings: 32"
+WITH_INDEXER = "loss.indexer=1 model.qk_rope_head_dim=16 model.index_head_dim=16 model.index_topk"
+ONE_GROUP = "model.n_group=1 model.topk_group=1 loss.router_bias_rate=0 model.topk_method"
+
+
+@pytest.mark.parametrize(
+    ("key", "taken", "refused", "told"),
+    [
+        ("mesh.cpu_devices", "1", "0", "cpu_devices=0 must be positive, or null"),
+        ("mesh.data", "1", "0", "data=0 must be positive, or -1 for what is left"),
+        ("mesh.fsdp", "-1", "-2", "fsdp=-2 must be positive, or -1 for what is left"),
+        ("mesh", "{data: -1, fsdp: 2}", "{data: -1, fsdp: -1}", "only one axis may be -1"),
+        ("schedule.capacity", "0.1", "0", "capacity=0.0 must be positive"),
+        ("schedule.keep", "[attention]", "[query]", "['query'] cannot be kept by kind=batch_split"),
+        ("schedule.offload", "[attention]", "[query]", "['query'] cannot be kept by kind=batch_split"),
+        ("schedule.kind=plain schedule.keep=everything schedule.offload", "[]", "[query]", "leaves nothing to offload"),
+        ("schedule.kind=plain schedule.offload", "[query]", "[everything]", "leaves nothing to offload"),
+        ("loss.later", "[{after_steps: 1, mtp: 0}]", "[{after_steps: 0, mtp: 0}]", "after_steps=0 must be positive"),
+        ("loss.later", "[{after_steps: 1, mtp: 0}]", "[{after_steps: 1, mtp: -1}]", "mtp=-1.0 must not be negative"),
+        ("loss.later", *(f"[{{after_steps: 2, mtp: 0}}, {{after_steps: {n}, mtp: 0}}]" for n in (3, 2)), "2 follows 2"),
+        ("loss.chunk_tokens", "1", "0", "chunk_tokens=0 must be positive"),
+        *((f"loss.{name}", "0", "-1", f"{name}=-1.0 must not be negative") for name in ("z_loss", "balance")),
+        ("optimizer.lr", "1e-9", "0", "lr=0.0 must be positive"),
+        ("optimizer.muon_rms", "1e-9", "0", "muon_rms=0.0 must be positive"),
+        ("optimizer.clip", "1e-9", "0", "clip=0.0 must be positive, or null"),
+        ("optimizer.accumulate_steps", "1", "0", "accumulate_steps=0 must be positive"),
+        ("optimizer.warmup_steps", "0", "-1", "warmup_steps=-1 must not be negative"),
+        ("optimizer.decay_fraction", "1", "1.1", "decay_fraction=1.1 must be in (0, 1]"),
+        ("optimizer.decay_fraction", "0.1", "0", "decay_fraction=0.0 must be in (0, 1]"),
+        ("optimizer.min_lr_ratio", "1", "1.1", "min_lr_ratio=1.1 must be in [0, 1]"),
+        ("optimizer.min_lr_ratio", "0", "-0.1", "min_lr_ratio=-0.1 must be in [0, 1]"),
+        *((f"optimizer.{b}", "0", "-0.1", f"{b}=-0.1 must be in [0, 1)") for b in ("b1", "b2", "muon_momentum")),
+        *((f"optimizer.{b}", "0.9", "1", f"{b}=1.0 must be in [0, 1)") for b in ("b1", "b2", "muon_momentum")),
+        ("optimizer.b2", "0.9", "1.5", "b2=1.5 must be in [0, 1)"),
+        ("optimizer.b2=0.75 optimizer.eps", "2.2e-19", "2.1e-19", "eps=2.1e-19 must be 2.2e-19 at least"),
+        ("optimizer.weight_decay", "0", "-0.1", "weight_decay=-0.1 must not be negative"),
+        ("optimizer.skip_spike", "1.1", "1", "skip_spike=1.0 must exceed 1, or be null"),
+        ("optimizer.params_memory=host optimizer.state_memory", "host", "device", "leaves the larger state on the"),
+        *((f"data.{key}", "1", "0", f"{key}=0 must be positive") for key in ("sequence_length", "workers")),
+        ("data.global_batch", "16", "0", "global_batch=0 must be positive"),
+        ("data.sources", "[{kind: synthetic}]", "[]", "sources is empty; name at least one"),
+        ("data.sources", *(f"[{{kind: synthetic, weight: {n}}}]" for n in (0.1, 0)), "weight=0.0 must be positive"),
+        ("data.sources", *(f"[{{kind: synthetic, documents: {n}}}]" for n in (1, 0)), "documents=0 must be positive"),
+        ("data.eval_fraction", "0.9", "1", "eval_fraction=1.0 must be in [0, 1)"),
+        ("eval.every_steps=null data.eval_fraction", "0", "-0.1", "eval_fraction=-0.1 must be in [0, 1)"),
+        (
+            "optimizer.accumulate_steps=2 data.ramp",
+            *(f"[{{until_step: {n}, global_batch: 8}}]" for n in (1, 0)),
+            "until_step=0 must be positive",
+        ),
+        *((f"eval.{key}", "1", "0", f"{key}=0 must be positive") for key in ("every_steps", "batches")),
+        *(
+            (f"checkpoint.{key}", "1", "0", f"{key}=0 must be positive")
+            for key in ("every_steps", "keep_last", "keep_every", "rollback_steps")
+        ),
+        ("checkpoint.every_minutes", "0.1", "0", "every_minutes=0.0 must be positive, or null"),
+        ("checkpoint.local_dir=/local checkpoint.local_every_steps", "1", "0", "local_every_steps=0 must be positive"),
+        ("checkpoint.local_dir=/local checkpoint.local_every_steps", "1", "null", "set both, or neither"),
+        ("checkpoint.local_every_steps=1 checkpoint.local_dir", "/local", "null", "set both, or neither"),
+        ("checkpoint.local_every_steps=1 checkpoint.local_dir", "/a", "gs://b/a", "must be a folder of the host"),
+        ("checkpoint.every_steps=4 checkpoint.rollback_steps", "5", "6", "reach 5 steps for certain"),
+        ("profile", "{start: 1}", "{start: 0}", "start=0 must be at least 1"),
+        ("profile", "{start: 1, steps: 1}", "{start: 1, steps: 0}", "steps=0 must be positive"),
+        ("sample.prompt", "a", "''", "prompt is empty"),
+        ("sample.tokens", "1", "0", "tokens=0 must be positive"),
+        ("sample.temperature", "0", "-1", "temperature=-1.0 must not be negative"),
+        ("sample.top_p", "1", "1.1", "top_p=1.1 must be in (0, 1]"),
+        ("sample.top_p", "0.1", "0", "top_p=0.0 must be in (0, 1]"),
+        *((key, "1", "0", f"{key}=0 must be positive") for key in ("steps", "log_every_steps", "verify_every_steps")),
+        ("hang_seconds", "0.1", "0", "hang_seconds=0.0 must be positive, or null"),
+        ("compiler_options", "[a=]", "[a]", "compiler_options=a must be name=value"),
+        ("compiler_options", "[a=1]", "['=1']", "compiler_options==1 must be name=value"),
+        ("data.eval_fraction", "0.1", "0", "eval.every_steps=50 needs data.eval_fraction above 0"),
+        ("data.sequence_length", "1024", "1025", "exceeds model.max_position_embeddings=1024"),
+        ("optimizer.accumulate_steps", "8", "5", "data.global_batch=16 is not divisible by optimizer.accumulate_steps"),
+        ("model.n_group=1 model.topk_group=1 model.topk_method", "noaux_tc", "greedy", "needs model.topk_method=noaux"),
+        ("mesh.expert", "16", "32", "is not divisible by mesh.expert=32; try mesh.expert=16"),
+        ("model.rope_scaling", *(f"{{factor: {n}, {YARN}}}" for n in (1, 0.9)), "factor=0.9 must be at least 1"),
+        ("model.vocab_size", "257", "0", "vocab_size=0 must be positive"),
+        ("model.intermediate_size", "1", "0", "intermediate_size=0 must be positive"),
+        ("model.kv_lora_rank", "1", "0", "kv_lora_rank=0 must be positive"),
+        ("model.head_dim", "0", "1", "head_dim=1 has no effect with compress_ratios null"),
+        ("model.num_hidden_layers", "10000", "10001", "num_hidden_layers=10001 must be 10,000 at most"),
+        ("model.first_k_dense_replace", "3", "4", "first_k_dense_replace=4 must leave at least one"),
+        ("model.num_hash_layers", "2", "3", "num_hash_layers=3 must leave at least one of the 3 MoE layers"),
+        ("model.swiglu_limit", "0.1", "0", "swiglu_limit=0.0 must be positive, or null"),
+        ("model.hc_mult", "2", "1", "hc_mult=1 must be at least 2, or null"),
+        ("model.hc_sinkhorn_iters=null model.hc_mult", "5", "6", "hc_mult=6 streams have too many permutations"),
+        ("model.hc_eps", "1e-9", "0", "hc_eps=0.0 must be positive"),
+        ("model.q_lora_rank", "1", "0", "q_lora_rank=0 must be positive, or null"),
+        ("model.qk_rope_head_dim", "16", "15", "qk_rope_head_dim=15 must be even"),
+        (WITH_INDEXER, "1", "0", "index_topk=0 must be positive, or null"),
+        (f"{WITH_INDEXER}=1 model.index_head_dim", "16", "15", "index_head_dim=15 has no room for the rotated qk_rope"),
+        ("model.n_shared_experts", "0", "-1", "n_shared_experts=-1 must not be negative"),
+        ("model.topk_group=1 model.num_experts_per_tok=1 model.n_group", "2", "3", "is not divisible by n_group=3"),
+        (f"{ONE_GROUP}=greedy model.n_group", "1", "2", "n_group=2 has no effect with topk_method=greedy"),
+        ("model.num_experts_per_tok", "8", "9", "num_experts_per_tok=9 exceeds the 8 experts in topk_group=2"),
+        ("model.num_experts_per_tok=1 model.n_group", "8", "16", "leaves one each"),
+    ],
+)  # fmt: skip
+def test_a_value_at_its_bound_is_taken_and_one_beyond_is_refused_with_the_bound(key, taken, refused, told):
+    assert_bound("quickstart", key, taken, refused, told)
+
+
+TWO_LAYERS = "model.num_hidden_layers=2 model.num_hash_layers=0 model.index_topk=512 model.num_nextn_predict_layers"
+ALIKE = "rope_scaling must not scale attention where compress_ratios is set"
+
+
+@pytest.mark.parametrize(
+    ("key", "taken", "refused", "told"),
+    [
+        (f"{TWO_LAYERS}=1 model.compress_ratios", "[4, 128, 0]", "[4, 128]", "must be one for each"),
+        (f"{TWO_LAYERS}=1 model.compress_ratios", "[4, 2, 0]", "[4, 1, 0]", "0 or at least 2"),
+        (f"{TWO_LAYERS}=2 model.compress_ratios", "[4, 128, 0, 0]", "[4, 128, 0, 8]", "must end alike"),
+        (f"{TWO_LAYERS}=1 model.compress_ratios", "[4, 128, 0]", "[8, 128, 0]", "index_topk=512 belongs to layers"),
+        ("model.index_topk", "1", "null", "index_topk=None belongs to layers of ratio 4"),
+        ("model.rope_scaling.mscale=0.7 model.rope_scaling.mscale_all_dim", "0.7", "1", ALIKE),
+        ("model.q_lora_rank", "1", "null", "compress_ratios needs the latent of queries"),
+        ("model.intermediate_size=1 model.first_k_dense_replace", "0", "1", "first_k_dense_replace=1 must be 0"),
+        ("model.head_dim", "64", "63", "head_dim=63 has no room for the rotated qk_rope_head_dim=64"),
+        ("model.o_groups", "16", "24", "num_attention_heads=64 is not divisible by o_groups=24"),
+        ("model.sliding_window", "1", "0", "sliding_window=0 must be positive"),
+        ("model.v_head_dim", "0", "1", "v_head_dim=1 has no effect with compress_ratios set"),
+        ("mesh.context_parallel", "false", "true", "does not go with model.compress_ratios"),
+    ],
+)
+def test_so_is_one_of_v4_s_attention(key, taken, refused, told):
+    assert_bound("deepseek4-284b", key, taken, refused, told)
+
+
+def assert_bound(name, key, taken, refused, told):
+    *others, key = key.split()
+    assert isinstance(load(name, *others, f"{key}={taken}")[0], Config)
+    with pytest.raises(loader.ConfigError) as caught:
+        load(name, *others, f"{key}={refused}")
+    assert told in str(caught.value)
