@@ -206,12 +206,18 @@ def open_data(config: Config, cache: str | None, share: tuple[int, int], log: me
 
     Raises:
       DataError: it cannot be read, or there is too little of it.
+      FeedError: it cannot be read any more, though it could when the run began.
       UseError: the sample's prompt does not suit the model.
     """
     with log.phase("data") as phase:
         meet = functools.partial(multihost_utils.sync_global_devices, "documents are measured")
         together = data_lib.Processes(jax.process_index(), jax.process_count(), meet)
-        data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, cache, together)
+        try:
+            data = data_lib.open_data(config.data, config.model.vocab_size, config.seed, cache, together)
+        except data_lib.UnreadableError as error:
+            if not (config.folder / CONFIG).exists():
+                raise
+            raise loop.FeedError(str(error)) from error
         if config.eval.every_steps is not None:
             data.eval_batches(config.eval.batches, *share)
         if config.sample is not None:

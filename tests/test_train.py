@@ -256,6 +256,16 @@ def test_too_little_to_evaluate_on_is_refused_before_training(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_data_that_cannot_be_read_again_is_a_mistake_only_before_a_run_has_begun(tmp_path):
+    (tmp_path / "0.array_record").write_bytes(b"cut short")
+    config, _ = load(tmp_path / "run", f"data.sources=[{{kind: arrayrecord, path: {tmp_path}}}]")
+    with pytest.raises(DataError, match=r"cannot read .*0\.array_record"):
+        train.open_data(config, None, (0, 1), mock.MagicMock())
+    train.leave_config(config, "")
+    with pytest.raises(loop.FeedError, match=r"cannot read .*0\.array_record"):
+        train.open_data(config, None, (0, 1), mock.MagicMock())
+
+
 def test_a_prompt_that_does_not_fit_is_refused_before_training(tmp_path):
     with pytest.raises(trained.UseError, match=r"tokens=200 more exceed model\.max_position_embeddings=64"):
         run(tmp_path, "sample={prompt: hello}")

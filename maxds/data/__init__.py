@@ -19,12 +19,15 @@ import numpy as np
 from etils import epath
 
 from maxds import config as config_lib
-from maxds.data.error import DataError
+from maxds.data.error import DataError, UnreadableError
 from maxds.data.packing import PackedRows, cut
 from maxds.data.sources import ALONE, Documents, Processes, open_documents, reach_source, stable_hash
 from maxds.data.tokenizer import Tokenizer, classes, load_tokenizer
 
-__all__ = ["Batch", "Data", "DataError", "Processes", "Tokenizer", "classes", "load_tokenizer", "open_data", "reach"]
+__all__ = [
+    "Batch", "Data", "DataError", "Processes", "Tokenizer", "UnreadableError", "classes", "load_tokenizer", "open_data",
+    "reach",
+]  # fmt: skip
 
 Batch = dict[str, np.ndarray]
 

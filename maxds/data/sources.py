@@ -26,7 +26,7 @@ import numpy as np
 from etils import epath
 
 from maxds import config
-from maxds.data.error import DataError
+from maxds.data.error import DataError, UnreadableError
 from maxds.data.tokenizer import Tokenizer
 
 _PART = 2**16  # documents that are measured, and cached, together
@@ -162,7 +162,7 @@ def _read_file(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise DataError(f"cannot read {file} ({error.strerror}); make it readable, or exclude it") from error
+        raise UnreadableError(f"cannot read {file} ({error.strerror}); make it readable, or exclude it") from error
 
 
 def _find_files(paths: tuple[str, ...], pattern: str) -> list[tuple[str, Path]]:
@@ -237,7 +237,7 @@ def _tokenize_record(tokenizer: Tokenizer, text: Callable[[int], bytes], index: 
     try:
         document = text(index)
     except Exception as error:  # whatever the library makes of a file that is damaged, or gone
-        raise DataError(f"{name} cannot be read ({error}); bring its file back, or leave it out") from error
+        raise UnreadableError(f"{name} cannot be read ({error}); bring its file back, or leave it out") from error
     return _tokenize(tokenizer, document, name)
 
 
@@ -269,7 +269,7 @@ def _open_arrayrecord(files: list[tuple[str, Path]]) -> tuple[int, Callable[[int
         return len(records), records.__getitem__
     except (RuntimeError, ValueError) as error:
         names = ", ".join(str(file) for _, file in files[:3]) + (", …" if len(files) > 3 else "")
-        raise DataError(f"cannot read {names} as array_record files: {error}; narrow path or pattern") from error
+        raise UnreadableError(f"cannot read {names} as array_record files: {error}; narrow path or pattern") from error
 
 
 def _identity(source: config.Source, files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
