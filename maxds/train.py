@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Iterator
 
 import jax
+import numpy as np
 from absl import flags
 from jax.experimental import multihost_utils
 
@@ -205,7 +206,7 @@ def open_data(config: Config, cache: str | None, share: tuple[int, int], log: me
     """The data, after a look at what is only needed later: a run that must fail does so before it trains.
 
     Raises:
-      DataError: it cannot be read, or there is too little of it.
+      DataError: it cannot be read, there is too little of it, or other processes have other data.
       FeedError: it cannot be read any more, though it could when the run began.
       UseError: the sample's prompt does not suit the model.
     """
@@ -218,12 +219,24 @@ def open_data(config: Config, cache: str | None, share: tuple[int, int], log: me
             if not (config.folder / CONFIG).exists():
                 raise
             raise loop.FeedError(str(error)) from error
+        check_alike(data.fingerprint)
         if config.eval.every_steps is not None:
             data.eval_batches(config.eval.batches, *share)
         if config.sample is not None:
             generate.encode(config.model, data.tokenizer, config.sample)
         phase.detail = f"fingerprint {data.fingerprint[:12]}"
         return data
+
+
+def check_alike(fingerprint: str) -> None:
+    """Raises DataError, in all processes, unless each has opened the same data."""
+    parts = [int(fingerprint[i : i + 8], 16) for i in range(0, len(fingerprint), 8)]
+    every = mesh_lib.of_all_processes(parts)
+    if other := np.flatnonzero((every != every[0]).any(axis=1)).tolist():
+        raise data_lib.DataError(
+            f"processes {', '.join(map(str, other))} find other data than process 0 (here: fingerprint "
+            f"{fingerprint[:12]}); give all hosts the same files"
+        )
 
 
 @dataclasses.dataclass

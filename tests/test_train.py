@@ -266,6 +266,16 @@ def test_data_that_cannot_be_read_again_is_a_mistake_only_before_a_run_has_begun
         train.open_data(config, None, (0, 1), mock.MagicMock())
 
 
+def test_processes_that_find_other_data_are_named_before_training(monkeypatch, tmp_path):
+    other = [0, 0, 1, 0]  # of four processes
+    monkeypatch.setattr(mesh, "of_all_processes", lambda parts: np.array(parts) + np.array(other)[:, None])
+    with pytest.raises(
+        DataError, match=r"^processes 2 find other data than process 0 .*give all hosts the same files$"
+    ):
+        run(tmp_path)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_prompt_that_does_not_fit_is_refused_before_training(tmp_path):
     with pytest.raises(trained.UseError, match=r"tokens=200 more exceed model\.max_position_embeddings=64"):
         run(tmp_path, "sample={prompt: hello}")
