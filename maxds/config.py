@@ -211,6 +211,9 @@ class Optimizer:
         )
 
 
+_ONLY_OF = {"pattern": ("text", "arrayrecord"), "split": ("tfds",), "feature": ("tfds",), "documents": ("synthetic",)}
+
+
 @section
 class Source:
     """One component of the training data."""
@@ -235,6 +238,13 @@ class Source:
             (
                 self.kind != "tfds" or len(self.path) <= 1,
                 f"kind=tfds takes one path, not {list(self.path)}; make the others sources of their own",
+            ),
+            *(
+                (
+                    self.kind in kinds or getattr(self, key) == getattr(type(self), key),
+                    f"{key}={getattr(self, key)} is of kind={' and '.join(kinds)} only, not of {self.kind}; drop it",
+                )
+                for key, kinds in _ONLY_OF.items()
             ),
         )
 

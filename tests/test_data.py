@@ -716,6 +716,22 @@ def test_tfds_takes_one_folder():
         config.Source(kind="tfds", path=("a", "b"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "key", "kinds"),
+    [
+        ("arrayrecord", {"feature": "content"}, "tfds"),
+        ("text", {"split": "validation"}, "tfds"),
+        ("tfds", {"pattern": "*.tfrecord*"}, "text and arrayrecord"),
+        ("text", {"documents": 9}, "synthetic"),
+    ],
+)
+def test_a_key_that_a_kind_of_source_does_not_have_is_an_error(kind, key, kinds):
+    ((name, value),) = key.items()
+    message = f"{name}={value} is of kind={kinds} only, not of {kind}; drop it"
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        config.Source(kind=kind, path=("a",), **key)
+
+
 # ------------------------------------------------------------------------------ fingerprint
 
 
