@@ -501,6 +501,16 @@ def test_each_process_measures_some_parts_of_the_documents_and_reads_the_others(
     assert {found.fingerprint for found in (first, *other)} == {alone.fingerprint}
 
 
+def test_all_cores_measure_documents(records, monkeypatch):
+    measure, seen = sources._measure, []
+    monkeypatch.setattr(os, "cpu_count", lambda: 7)
+    monkeypatch.setattr(
+        sources, "_measure", lambda tokens, workers, part: seen.append(workers) or measure(tokens, workers, part)
+    )
+    opened(records, workers=2)
+    assert seen == [7]
+
+
 def test_a_changed_file_is_measured_again(records, tmp_path):
     before = opened(records, cache_dir=tmp_path / "cache")
     write_arrayrecord(Path(records.path[0]) / "0.array_record", [b"x" * 500] * 20)

@@ -12,6 +12,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 from collections.abc import Iterator
 
 import grain
@@ -127,7 +128,8 @@ def open_data(
     """
     tokenizer = _open_tokenizer(config, vocab_size)
     cache = epath.Path(cache_dir) if cache_dir else None
-    sources = [open_documents(s, tokenizer, vocab_size, cache, config.workers, processes) for s in config.sources]
+    workers = max(config.workers, os.cpu_count() or 1)  # while there is nothing else to do
+    sources = [open_documents(s, tokenizer, vocab_size, cache, workers, processes) for s in config.sources]
     train = [_rows(config, documents, f"train/{seed}/{i}") for i, documents in enumerate(sources)]
     _check_enough(config, train)
     return Data(
