@@ -679,6 +679,10 @@ def test_files_that_cannot_be_read_are_named(corpus, tmp_path, monkeypatch):
         == f"{tmp_path}/no is neither a file nor a folder; correct the path of the source"
     )
     assert (
+        message_of(text("gs://bucket/corpus"))
+        == "gs://bucket/corpus is neither a file nor a folder; mount the bucket, and give the path of the mount"
+    )
+    assert (
         message_of(text(corpus, pattern="*.md")) == f"no file under {corpus} matches pattern=*.md; correct one of them"
     )
     (tmp_path / "bad.array_record").write_bytes(b"nonsense")

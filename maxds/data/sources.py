@@ -180,7 +180,10 @@ def _find_under(path: str, pattern: str) -> list[tuple[str, Path]]:
     if root.is_file():
         return [(root.name, root)]
     if not root.is_dir():
-        raise DataError(f"{path} is neither a file nor a folder; correct the path of the source")
+        remedy = (
+            "mount the bucket, and give the path of the mount" if "://" in path else "correct the path of the source"
+        )
+        raise DataError(f"{path} is neither a file nor a folder; {remedy}")
     return _walk(root, pattern)
 
 
