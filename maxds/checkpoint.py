@@ -401,16 +401,22 @@ def check_resumable(saved: Saved, config: Config, state: TrainState, fingerprint
     """What differs between a checkpoint's config and this one, as lines.
 
     Raises:
-      CheckpointError: the state has other shapes, or the data is another.
+      CheckpointError: the state has other shapes, or the data is another, and not to begin here.
     """
     changes = loader.diff(saved.config, loader.plain(config))
     check_shapes(saved, config, dataclasses.replace(state, opt_state=None) if saved.only_weights else state)
-    if saved.fingerprint != fingerprint and not saved.only_weights:
+    since = config.data.since_step
+    if saved.step < since:
+        raise CheckpointError(
+            f"data.since_step={since} has no batch for step {saved.step + 1}, with which the run would go on after its "
+            f"newest sound checkpoint, {saved.step}; set it to {saved.step}, or bring checkpoint {since} back"
+        )
+    if saved.fingerprint != fingerprint and not saved.only_weights and saved.step != since:
         named = [line for line in changes if line.startswith(("data.", "seed"))]
         raise CheckpointError(
             f"the data is not what checkpoint {saved.step} was trained on (fingerprint {saved.fingerprint[:12]} -> "
             f"{fingerprint[:12]}; changed: {'; '.join(named) or 'the files themselves'}). "
-            f"Bring the data back, or choose another run_dir"
+            f"Bring the data back, begin the other here with data.since_step={saved.step}, or choose another run_dir"
         )
     return [line for line in changes if not line.startswith("run_dir:")]
 

@@ -283,6 +283,7 @@ class Data:
     # Smaller batches at first, of fewer of the parts that optimizer.accumulate_steps makes, and shorter sequences: one
     # entry after the other, in the order of steps. Evaluation is of whole sequences
     ramp: tuple[Ramp, ...] = ()
+    since_step: int = 0  # from here on, this data from its beginning: checkpoint N of a run may have been of other data
     eval_fraction: float = 0.0  # share of the documents held out
     workers: int = 4  # reading threads of a process
 
@@ -290,6 +291,7 @@ class Data:
         require(
             *positive(self, "sequence_length global_batch workers"),
             (bool(self.sources), "sources is empty; name at least one"),
+            (self.since_step >= 0, f"since_step={self.since_step} must not be negative"),
             (0 <= self.eval_fraction < 1, f"eval_fraction={self.eval_fraction} must be in [0, 1)"),
             *(
                 (

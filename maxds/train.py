@@ -225,7 +225,9 @@ def open_data(config: Config, cache: str | None, share: tuple[int, int], log: me
         if config.sample is not None:
             generate.encode(config.model, data.tokenizer, config.sample)
         phase.detail = f"fingerprint {data.fingerprint[:12]}"
-        return data
+    for line in data.told(config.steps):
+        log.note(f"            {line}")
+    return data
 
 
 def check_alike(fingerprint: str) -> None:
@@ -254,7 +256,8 @@ def restore_or_init(saved, local, stepper, data, log, watch) -> Begin:
     """The newest checkpoint, local ones too, or a fresh state; local ones of later steps are gone then.
 
     Raises:
-      CheckpointError: there is a checkpoint, and it does not belong to this config or data; or `start_from` has none.
+      CheckpointError: there is a checkpoint, and it does not belong to this config or data; or there is none, and this
+        data, or `start_from`, needs one.
       UseError: what `start_from` names is not a run, or of another shape.
       DataError: as `know_tokens`.
     """
@@ -272,6 +275,11 @@ def restore_or_init(saved, local, stepper, data, log, watch) -> Begin:
     if local is not None:
         local.drop_after(0 if state is None else int(state.step))
     if state is None:
+        if config.data.since_step:
+            raise checkpoint.CheckpointError(
+                f"data.since_step={config.data.since_step} goes on from a checkpoint, but {config.run_dir} has none; "
+                f"drop it"
+            )
         with watch.paused():
             state, other = know_tokens(stepper.init(), config, data.tokenizer), config.start_from
             if other is None:
@@ -280,7 +288,7 @@ def restore_or_init(saved, local, stepper, data, log, watch) -> Begin:
     done = int(state.step)
     if state.opt_state is None:
         return Begin(stepper.with_fresh_optimizer(state), f"weights of checkpoint {done}, optimizer fresh", last)
-    if any(line.startswith(("loss.", "model.", "precision.")) for line in changes):
+    if any(line.startswith(("data.", "loss.", "model.", "precision.")) for line in changes):
         rows = []  # of another loss
     next_step = (row for row in rows if (row["step"], row.get("left_out", 0)) == (done + 1, left_out))
     place = "checkpoint" if done == last else "local checkpoint"

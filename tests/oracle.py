@@ -120,7 +120,7 @@ def mla(c, w, x, positions):
 
     And the sum over its tokens of the divergence between what attention and the indexer make of the keys (V3.2, eq. 4).
     """
-    y, eps = c.rope_scaling, c.rms_norm_eps
+    y = c.rope_scaling
     scale = (c.qk_nope_head_dim + c.qk_rope_head_dim) ** -0.5
     if y and y.mscale_all_dim:
         scale *= temperature(y.factor, y.mscale_all_dim) ** 2

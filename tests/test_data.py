@@ -277,6 +277,26 @@ def test_an_epoch_covers_each_token_once():
         assert sorted(tokens) == list(range(64))
 
 
+def test_data_that_begins_later_begins_with_its_first_batch():
+    changes = {"ramp": (config.Ramp(until_step=6, global_batch=2),)}
+    whole, later = opened(**changes), opened(**changes, since_step=4)
+    rows = [row for batch in take(whole.batches(), 9) for row in batch["tokens"]]
+    found = take(later.batches(5), 3)
+    assert [len(batch["tokens"]) for batch in found] == [2, 4, 4]
+    np.testing.assert_array_equal(np.concatenate([batch["tokens"] for batch in found]), rows[2:12])
+    assert whole.fingerprint != later.fingerprint
+
+
+def test_how_often_each_source_is_read_is_told(tmp_path):
+    for letter in "ab":
+        (tmp_path / letter).write_text(letter * 319)
+    data = opened(text(tmp_path / "a", weight=3.0), text(tmp_path / "b"), global_batch=4, since_step=10)
+    assert data.told(50) == [
+        f"text {tmp_path}/a: 320 tokens of 1 documents, read 6 times by step 50",
+        f"text {tmp_path}/b: 320 tokens of 1 documents, read 2 times by step 50",
+    ]
+
+
 def test_sources_are_mixed_in_proportion_to_their_weights(tmp_path):
     weights = {"a": 1.0, "b": 2.0, "c": 5.0}
     for letter in weights:
@@ -362,6 +382,15 @@ def test_text_reads_files_sorted_by_their_path_within_the_folder(corpus):
     files = sorted(corpus.rglob("*.txt"))
     assert read_all(text(corpus)) == [file.read_text("utf-8") for file in files]
     assert read_all(text(files[3])) == [files[3].read_text("utf-8")]
+
+
+def test_a_linked_folder_is_not_left_out_unnoticed(corpus, tmp_path):
+    (tmp_path / "more").mkdir()
+    (corpus / "linked").symlink_to(tmp_path / "more")
+    with pytest.raises(DataError, match=r"/linked is a link to a folder, and not followed; give that folder as a path"):
+        read_all(text(corpus))
+    (corpus / "linked").rename(corpus / ".linked")
+    assert len(read_all(text(corpus))) == 40
 
 
 def test_text_takes_the_files_that_match_and_are_not_hidden(corpus):
@@ -484,6 +513,21 @@ def test_lengths_are_cached_once_and_whole(records, tmp_path, monkeypatch):
     assert_same(take(first.batches(), 5), take(again.batches(), 5))
 
 
+def test_documents_are_measured_many_at_a_reading_and_one_that_cannot_be_read_is_named(records, monkeypatch):
+    readings = []
+
+    def fetched(source, which):
+        readings.append(list(which))
+        if 37 in which:
+            raise RuntimeError("torn")
+        return [source[i] for i in which]
+
+    monkeypatch.setattr(sources, "_fetched", fetched)
+    with pytest.raises(DataError, match=r"^record 37 of arrayrecord .* cannot be read \(torn\)"):
+        opened(records)
+    assert readings == [list(range(40)), *([i] for i in range(38))]
+
+
 def test_each_process_measures_some_parts_of_the_documents_and_reads_the_others(records, tmp_path, monkeypatch):
     alone, measured = opened(records), []
     measure = sources._measure
@@ -599,6 +643,24 @@ def test_documents_are_whole_whatever_length_a_tokenizer_was_last_used_with(sett
     model.save(str(path))
     found, expected = (load_tokenizer(str(file)).encode(sentence(8)).tolist() for file in (path, hugging_face))
     assert found == expected
+
+
+def test_every_text_begins_with_the_token_that_tokenizer_config_adds(hugging_face, records, tmp_path):
+    copy = tmp_path / "tokenizer.json"
+    copy.write_bytes(hugging_face.read_bytes())
+    settings, plain, digests = tmp_path / "tokenizer_config.json", load_tokenizer(str(copy)), set()
+    for adds, begin in ((True, [1]), (False, [])):
+        settings.write_text(json.dumps({"add_bos_token": adds, "bos_token": {"content": "</s>"}, "eos_token": "<end>"}))
+        found = load_tokenizer(str(copy))
+        assert found.encode("any").tolist() == [*begin, *plain.encode("any")]
+        documents = open_documents(records, found, 10**6, None, 2)
+        assert documents.read(3).tolist() == [*begin, *plain.encode(sentence(3)), 0]
+        digests.add(found.digest)
+    assert len(digests) == 2
+    settings.write_text('{"add_bos_token": true, "bos_token": "<none>"}')
+    message = f"{settings} has bos_token '<none>', which tokenizer.json has not; name one of its tokens"
+    with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
+        load_tokenizer(str(copy))
 
 
 def test_tokenizer_config_names_the_end_of_a_document(hugging_face, tmp_path):

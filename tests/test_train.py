@@ -188,6 +188,26 @@ def test_changed_data_is_refused(straight):
         run(straight, "steps=13", "data.sources=[{kind: synthetic, documents: 100}]")
 
 
+def test_other_data_can_begin_where_a_checkpoint_is_and_nowhere_else(tmp_path, capsys):
+    other = "steps=8", "checkpoint.every_steps=2", "data.sources=[{kind: synthetic, documents: 100}]", *ONE_LAYER
+    with pytest.raises(checkpoint.CheckpointError, match=r"since_step=4 goes on from a checkpoint, but .* has none"):
+        run(tmp_path / "new", *other, "data.since_step=4")
+    assert run(tmp_path, "steps=4", *ONE_LAYER) == 0
+    with pytest.raises(checkpoint.CheckpointError, match=r"begin the other here with data\.since_step=4"):
+        run(tmp_path, *other)
+    with pytest.raises(checkpoint.CheckpointError, match=r"since_step=5 has no batch for step 5.*set it to 4"):
+        run(tmp_path, *other, "data.since_step=5")
+    assert run(tmp_path, *other, "data.since_step=4") == 0
+    out = capsys.readouterr().out
+    assert "restored from checkpoint 4" in out and "of 100 documents, read " in out and len(losses(tmp_path)) == 8
+    shutil.rmtree(tmp_path / "checkpoints" / "8")
+    before = losses(tmp_path)
+    assert run(tmp_path, *other, "data.since_step=4") == 0
+    assert "restored from checkpoint 6" in capsys.readouterr().out and losses(tmp_path) == before
+    with pytest.raises(checkpoint.CheckpointError, match="the data is not what checkpoint 8 was trained on"):
+        run(tmp_path, *other, "data.since_step=0", "steps=9")
+
+
 RAMP = ["optimizer.accumulate_steps=2", "data.ramp=[{until_step: 3, global_batch: 8, sequence_length: 16}]"]
 RAMP += [*ONE_LAYER, "steps=6"]
 

@@ -49,10 +49,22 @@ class Data:
     _config: config_lib.Data
     _train: grain.MapDataset
     _eval: grain.MapDataset | None
+    _rows: list[PackedRows]  # to train on, of each source
+
+    def told(self, steps: int) -> list[str]:
+        """Of each source, in words, how much it is, and how often a run of so many steps reads it."""
+        config, weights = self._config, sum(source.weight for source in self._config.sources)
+        count = config.sequences_before(steps) - config.sequences_before(config.since_step)
+        return [
+            f"{source.kind} {', '.join(source.path)}: {rows.num_tokens:,} tokens of {len(rows.documents.lengths):,} "
+            f"documents, read {count * source.weight / weights / len(rows):.3g} times by step {steps}"
+            for source, rows in zip(config.sources, self._rows, strict=True)
+        ]
 
     def batches(self, start_step: int = 0, process_index: int = 0, process_count: int = 1) -> Iterator[Batch]:
         """Returns an endless iterator over the batches of steps start_step, start_step + 1, …
 
+        This data's first batch is that of step `since_step`; there are none of earlier steps.
         The shares of all processes, concatenated in the order of their indices, are the global batch.
 
         Raises:
@@ -60,7 +72,7 @@ class Data:
         """
         config = self._config
         unit = math.gcd(*config.batch_sizes)
-        first = config.sequences_before(start_step) // unit
+        first = (config.sequences_before(start_step) - config.sequences_before(config.since_step)) // unit
         units = self._read(self._train, unit, slice(first, None), process_index, process_count)
 
         def batch(number: int) -> Batch:
@@ -138,6 +150,7 @@ def open_data(
         _config=config,
         _train=_mix_endless(config, train, seed),
         _eval=_mix_held_out(config, sources),
+        _rows=train,
     )
 
 
@@ -204,5 +217,7 @@ def _fingerprint(config: config_lib.Data, tokenizer: Tokenizer, sources: list[Do
     if config.ramp:
         # An entry without a length is as it was before entries could have one.
         sizes.append([[e.until_step, e.global_batch, *filter(None, [e.sequence_length])] for e in config.ramp])
+    if config.since_step:
+        sizes.append(config.since_step)
     decisive = json.dumps([_ORDER_VERSION, seed, tokenizer.digest, sizes, weighted])
     return hashlib.sha256(decisive.encode()).hexdigest()

@@ -79,7 +79,7 @@ class PackedRows(grain.MapDataset):
     def __init__(self, documents: Documents, chosen: Callable[[slice], np.ndarray], length: int, seed: int):
         """`chosen` tells of documents side by side which to read, bool [documents]."""
         super().__init__()
-        self._documents, self._chosen, self._length, self._seed = documents, chosen, length, seed
+        self.documents, self._chosen, self._length, self._seed = documents, chosen, length, seed
         parts = map(self._part, range(-(-len(documents.lengths) // _PART)))
         self._sizes = np.array([documents.lengths[p][chosen(p)].sum(dtype=np.int64) for p in parts], np.int64)
         self.num_tokens = int(self._sizes.sum())
@@ -104,10 +104,10 @@ class PackedRows(grain.MapDataset):
         skipped = start - (ends[first] - self._sizes[parts[first]])
         for part in parts[first:]:
             order = self._shuffled(epoch, part)
-            starts = np.cumsum(self._documents.lengths[order], dtype=np.int64) - self._documents.lengths[order]
+            starts = np.cumsum(self.documents.lengths[order], dtype=np.int64) - self.documents.lengths[order]
             at = np.searchsorted(starts, skipped, side="right") - 1
             for document, of_document in zip(order[at:], starts[at:], strict=True):
-                yield self._documents.read(document)[max(skipped - of_document, 0) :]
+                yield self.documents.read(document)[max(skipped - of_document, 0) :]
             skipped = 0
 
     def _shuffled_parts(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:

@@ -17,7 +17,7 @@ import resource
 import sysconfig
 import uuid
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,6 +30,9 @@ from maxds.data.error import DataError, UnreadableError
 from maxds.data.tokenizer import Tokenizer
 
 _PART = 2**16  # documents that are measured, and cached, together
+_READ = 64  # of them, that are read at a time
+
+Texts = Callable[[Sequence[int]], list[bytes]]
 
 
 class Processes(NamedTuple):
@@ -86,10 +89,10 @@ def reach_source(source: config.Source, tokenizer: Tokenizer) -> str:
     if source.kind == "text":
         _tokenize(tokenizer, _read_file(files[0][1]), str(files[0][1]))
     else:
-        count, text = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
+        count, texts = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
         found += f", {count:,} records"
         if count:
-            _tokenize_record(tokenizer, text, 0, origin)
+            _tokenize_records(tokenizer, texts, [0], origin)
     return f"{origin}: {found}"
 
 
@@ -197,13 +200,11 @@ def _find_stdlib(pattern: str) -> list[tuple[str, Path]]:
 def _walk(root: Path, pattern: str) -> list[tuple[str, Path]]:
     """Returns the files under `root` that match, sorted by name; what is hidden is left out."""
     named = sorted((file.relative_to(root).as_posix(), file) for file in root.rglob("*"))
-    return [
-        (name, file)
-        for name, file in named
-        if fnmatch.fnmatch(name, pattern)
-        and not any(part.startswith(".") for part in name.split("/"))
-        and file.is_file()
-    ]
+    shown = [(name, file) for name, file in named if not any(part.startswith(".") for part in name.split("/"))]
+    for _, file in shown:
+        if file.is_symlink() and file.is_dir():
+            raise DataError(f"{file} is a link to a folder, and not followed; give that folder as a path of the source")
+    return [(name, file) for name, file in shown if fnmatch.fnmatch(name, pattern) and file.is_file()]
 
 
 # ------------------------------------------------------------------------------ tfds, arrayrecord
@@ -215,17 +216,18 @@ def _records(
     files = _find_files(source.path, source.pattern)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))  # each file stays open once it is read from
-    count, text = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
+    count, texts = _open_tfds(source) if source.kind == "tfds" else _open_arrayrecord(files)
     origin = f"{source.kind} {', '.join(source.path)}"
 
-    def tokens(index: int) -> np.ndarray:
-        return _tokenize_record(tokenizer, text, index, origin)
+    def tokens(which: Sequence[int]) -> list[np.ndarray]:
+        return _tokenize_records(tokenizer, texts, which, origin)
 
     cache = cache_dir and cache_dir / f"lengths-{_identity(source, files, tokenizer)}"
     lengths, digest = _measured(functools.partial(_measure, tokens, workers), count, cache, processes)
 
     def read(index: int) -> np.ndarray:
-        if len(document := tokens(index)) != lengths[index]:
+        (document,) = tokens([index])
+        if len(document) != lengths[index]:
             raise DataError(
                 f"record {index} of {origin} has {len(document)} tokens, not the {lengths[index]} that were measured; "
                 f"its file has changed: start again" + (f" without {cache}" if cache else "")
@@ -235,17 +237,19 @@ def _records(
     return Documents(functools.partial(_index_keys, count), lengths, digest, read)
 
 
-def _tokenize_record(tokenizer: Tokenizer, text: Callable[[int], bytes], index: int, origin: str) -> np.ndarray:
-    name = f"record {index} of {origin}"
+def _tokenize_records(tokenizer: Tokenizer, texts: Texts, which: Sequence[int], origin: str) -> list[np.ndarray]:
     try:
-        document = text(index)
+        documents = texts(which)
     except Exception as error:  # whatever the library makes of a file that is damaged, or gone
+        if len(which) > 1:  # one by one, to name it
+            return [document for i in which for document in _tokenize_records(tokenizer, texts, [i], origin)]
+        name = f"record {which[0]} of {origin}"
         raise UnreadableError(f"{name} cannot be read ({error}); bring its file back, or leave it out") from error
-    return _tokenize(tokenizer, document, name)
+    return [_tokenize(tokenizer, text, f"record {i} of {origin}") for i, text in zip(which, documents, strict=True)]
 
 
-def _open_tfds(source: config.Source) -> tuple[int, Callable[[int], bytes]]:
-    """Returns the number of records of a prepared dataset, and a function that reads the text of one."""
+def _open_tfds(source: config.Source) -> tuple[int, Texts]:
+    """Returns the number of records of a prepared dataset, and a function that reads the texts of some."""
     import tensorflow_datasets as tfds
 
     folder, feature = source.path[0], source.feature
@@ -260,19 +264,24 @@ def _open_tfds(source: config.Source) -> tuple[int, Callable[[int], bytes]]:
         raise DataError(f"feature={feature} is not in the tfds folder {folder}; {hint}")
     if not isinstance(features[feature], tfds.features.Text):
         raise DataError(f"feature={feature} of the tfds folder {folder} is not text; name one that is")
-    return len(records), lambda index: records[index][feature]
+    return len(records), lambda which: [record[feature] for record in _fetched(records, which)]
 
 
-def _open_arrayrecord(files: list[tuple[str, Path]]) -> tuple[int, Callable[[int], bytes]]:
-    """Returns the number of records in all files together, and a function that reads one."""
+def _open_arrayrecord(files: list[tuple[str, Path]]) -> tuple[int, Texts]:
+    """Returns the number of records in all files together, and a function that reads some."""
     from grain.sources import ArrayRecordDataSource
 
     try:
         records: Any = ArrayRecordDataSource([str(file) for _, file in files])
-        return len(records), records.__getitem__
+        return len(records), functools.partial(_fetched, records)
     except (RuntimeError, ValueError) as error:
         names = ", ".join(str(file) for _, file in files[:3]) + (", …" if len(files) > 3 else "")
         raise UnreadableError(f"cannot read {names} as array_record files: {error}; narrow path or pattern") from error
+
+
+def _fetched(records: Any, which: Sequence[int]) -> list:
+    """Array_record goes through a file's index for each reading, be it of many records; for many it starts threads."""
+    return records.__getitems__(which) if len(which) > 1 else [records[i] for i in which]
 
 
 def _identity(source: config.Source, files: list[tuple[str, Path]], tokenizer: Tokenizer) -> str:
@@ -308,16 +317,15 @@ def _measured(
     return lengths, digest.hexdigest()
 
 
-def _measure(tokens: Callable[[int], np.ndarray], workers: int, part: range) -> np.ndarray:
+def _measure(tokens: Callable[[Sequence[int]], list[np.ndarray]], workers: int, part: range) -> np.ndarray:
     """Returns uint32 [documents, 2]: the length of each document, and a checksum of its tokens."""
 
     def measure(first: int) -> np.ndarray:
-        documents = map(tokens, part[first : first + chunk])
+        documents = tokens(part[first : first + _READ])
         return np.array([(len(document), zlib.crc32(document)) for document in documents], np.uint32)
 
-    chunk = 1024
     with ThreadPoolExecutor(workers) as pool:
-        return np.concatenate([*pool.map(measure, range(0, len(part), chunk))])
+        return np.concatenate([*pool.map(measure, range(0, len(part), _READ))])
 
 
 def _cached(path: epath.Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:

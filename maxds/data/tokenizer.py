@@ -4,8 +4,9 @@ import dataclasses
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,9 @@ _PART = "\ufffd"  # in the text of a token: it is a part of a character, or none
 class Tokenizer:
     """Text to token ids and back; safe to share between threads.
 
-    `encode` takes str or UTF-8 bytes and returns int32 [tokens], without `eos`; bytes that are not
-    UTF-8 raise UnicodeDecodeError, except from the bytes tokenizer, which takes any. `decode` leaves
-    out special tokens and ids that the tokenizer does not know.
+    `encode` takes str or UTF-8 bytes and returns int32 [tokens], without `eos`, but with what begins every text where
+    tokenizer_config.json has `add_bos_token`; bytes that are not UTF-8 raise UnicodeDecodeError, except from the bytes
+    tokenizer, which takes any. `decode` leaves out special tokens and ids that the tokenizer does not know.
     """
 
     vocab_size: int  # one more than the largest id
@@ -91,8 +92,9 @@ def _text(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text
 
 
-def _file_digest(path: Path, eos: int) -> str:
-    return hashlib.sha256(path.read_bytes() + f"eos={eos}".encode()).hexdigest()
+def _file_digest(path: Path, eos: int, bos: Sequence[int] = ()) -> str:
+    named = "".join([f"eos={eos}", *(f" bos={token}" for token in bos)])
+    return hashlib.sha256(path.read_bytes() + named.encode()).hexdigest()
 
 
 def _bytes() -> Tokenizer:
@@ -121,12 +123,12 @@ def _hugging_face(path: Path) -> Tokenizer:
     # A file keeps what its last user cut and padded texts to.
     model.no_truncation()
     model.no_padding()
-    eos = _hugging_face_eos(model, path)
+    bos, eos = _hugging_face_ends(model, path)
 
     def encode(text: str | bytes) -> np.ndarray:
         # Unlike `encode`, this lets other threads run meanwhile.
         (encoded,) = model.encode_batch_fast([_text(text)], add_special_tokens=False)
-        return np.array(encoded.ids, np.int32)
+        return np.array([*bos, *encoded.ids], np.int32)
 
     def decode(ids: Iterable[int]) -> str:
         return model.decode([int(i) for i in ids])
@@ -138,29 +140,41 @@ def _hugging_face(path: Path) -> Tokenizer:
     vocab_size = max(model.get_vocab().values()) + 1
     if vocab_size > 2**31:
         raise DataError(f"data.tokenizer={path} has ids up to {vocab_size - 1}, beyond 2^31 - 1; make it anew")
-    return Tokenizer(vocab_size, eos, _file_digest(path, eos), encode, decode, spell)
+    return Tokenizer(vocab_size, eos, _file_digest(path, eos, bos), encode, decode, spell)
 
 
-def _hugging_face_eos(model, path: Path) -> int:
-    """Returns the id of the end-of-document token that tokenizer_config.json names, or of a usual one."""
+def _hugging_face_ends(model, path: Path) -> tuple[list[int], int]:
+    """Returns the ids of what begins a document, if anything does, and of what ends it.
+
+    They are what tokenizer_config.json names; without a name for the end, a usual one.
+    """
     settings = path.with_name("tokenizer_config.json")
-    named = _named_eos(settings) if settings.is_file() else None
-    names = _USUAL_EOS if named is None else (named,)
+    found = _read_settings(settings) if settings.is_file() else {}
+    begin = _named("bos_token", found, settings) if found.get("add_bos_token") is True else None
+    if begin is not None and model.token_to_id(begin) is None:
+        raise DataError(f"{settings} has bos_token {begin!a}, which {path.name} has not; name one of its tokens")
+    bos = [] if begin is None else [model.token_to_id(begin)]
+    end = _named("eos_token", found, settings)
+    names = _USUAL_EOS if end is None else (end,)
     for name in names:
         if (eos := model.token_to_id(name)) is not None:
-            return eos
+            return bos, eos
     raise DataError(
         f"data.tokenizer={path} has no end-of-document token {' or '.join(names)}; name one of its tokens as "
         f"`eos_token` in {settings.name} beside it"
     )
 
 
-def _named_eos(settings: Path) -> str | None:
+def _read_settings(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(settings.read_text("utf-8"))
+        found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise DataError(f"{settings} cannot be read ({error}); fetch it again, or remove it") from error
-    named = found.get("eos_token") if isinstance(found, dict) else None
+        raise DataError(f"{path} cannot be read ({error}); fetch it again, or remove it") from error
+    return found if isinstance(found, dict) else {}
+
+
+def _named(key: str, found: dict[str, Any], settings: Path) -> str | None:
+    named = found.get(key)
     text = named.get("content") if isinstance(named, dict) else named
     # JSON can spell halves of characters, which no token has.
     if (
@@ -168,7 +182,7 @@ def _named_eos(settings: Path) -> str | None:
         or (text is None) != (named is None)
         or re.search("[\ud800-\udfff]", text or "")
     ):
-        raise DataError(f"{settings} has eos_token {named!a}; name one of the tokens")
+        raise DataError(f"{settings} has {key} {named!a}; name one of the tokens")
     return text
 
 
