@@ -28,12 +28,13 @@ import yaml
 from absl import flags, logging
 
 import maxds
-from maxds import checkpoint, command, loader, parts, trained
+from maxds import checkpoint, command, loader, params, parts, trained
 from maxds.config import Config
 from maxds.data import DataError, load_tokenizer
 from maxds.hf import files, quantized, settings
 from maxds.hf.files import FormatError, Tensor
 from maxds.hf.table import IGNORED, Cell, cells, official, table
+from maxds.model import layout
 from maxds.trained import UseError
 
 WORKERS = 2  # parts converted at a time: what memory must hold
@@ -382,14 +383,15 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
     rows = table(config.model, list(shapes))
     todo = cells(rows, shapes)
     arrays = parts.open_checkpoint(folder, step, sorted({a for row in rows for a in row.arrays}))
+    dtypes = _computed_with(config, arrays)
     wanted = {}
     for cell in todo:
         shape = cell.row.tensor_shape([shapes[a][len(cell.index) :] for a in cell.row.arrays])
-        dtype = np.result_type(*(arrays.dtype(a) for a in cell.row.arrays), *([np.int64] if cell.row.below else []))
+        dtype = np.result_type(*(dtypes[a] for a in cell.row.arrays), *([np.int64] if cell.row.below else []))
         wanted |= {name: (dtype, shape) for name in cell.tensors}
     tokenizer = pathlib.Path(config.data.tokenizer).expanduser()
     beside = tokenizer.parent if tokenizer.is_file() else folder
-    about = settings.write(config.model, arrays.dtype("params.embed").name, _special_tokens(config, beside))
+    about = settings.write(config.model, dtypes["params.embed"].name, _special_tokens(config, beside))
 
     def nbytes(cell: Cell) -> int:
         return sum(_size(wanted[name][1], wanted[name][0]) for name in cell.tensors)
@@ -422,6 +424,14 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
     print(f"{out}: {len(wanted)} tensors of step {step}, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared")
     if config.data.tokenizer != "bytes" and not tokenizer.is_file():
         print(f"data.tokenizer={tokenizer} is not there: {out} has the tokenizer that {beside} has, if any")
+
+
+def _computed_with(config: Config, arrays: parts.Parts) -> dict[str, np.dtype]:
+    """Of each array, the smaller dtype of the one it is stored in, and the one that the run computes with it in."""
+    declared = params.flatten(layout.declare(config.model))
+    stored = {name: arrays.dtype(name) for name in arrays.arrays}
+    used = {f"params.{path}": p.stored_in(config.precision.compute) for path, p in declared.items()}
+    return {name: min(dtype, used.get(name, dtype), key=lambda d: d.itemsize) for name, dtype in stored.items()}
 
 
 def _special_tokens(config: Config, beside: pathlib.Path) -> dict[str, Any]:

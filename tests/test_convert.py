@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tiny
+import yaml
 
 from maxds import checkpoint, convert, generate, loader, parts, score, train, trained
 from maxds.config import Config, Sample
@@ -473,6 +474,25 @@ def test_a_converted_run_scores_and_generates_as_it_is(lite):
     np.testing.assert_allclose(first, second, atol=0.05)  # one computes in float32, the other in bfloat16
     assert first.std() > 0.1
     assert generate.continue_text(str(lite / "back"), Sample(prompt="ab", tokens=2, temperature=0)).startswith("ab")
+
+
+def test_what_is_written_is_what_the_run_computes_with(tmp_path):
+    """Else servers would take the float32 that a training keeps for what the model was made for, and halve it."""
+    converted.run(tmp_path / "run", TINY["V3, two modules"])
+    config = yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    config["precision"]["compute"] = "bfloat16"
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(config))
+    convert.to_hf(str(tmp_path / "run"), str(tmp_path / "hf"))
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    dtypes = {name: tensor.dtype for name, tensor in files.tensors(tmp_path / "hf").items()}
+    kept = [name for name, dtype in dtypes.items() if dtype == "F32"]
+    assert kept == [name for name in dtypes if re.search(r"norm|mlp\.gate\.", name)]
+    assert set(dtypes.values()) == {"F32", "BF16"}
+    convert.from_hf(str(tmp_path / "hf"), str(tmp_path / "back"))
+    np.save(tmp_path / "tokens.npy", np.random.default_rng(0).integers(0, 257, (2, 9)))
+    for name in ("run", "back"):
+        score.score(str(tmp_path / name), str(tmp_path / "tokens.npy"), str(tmp_path / f"{name}.npy"))
+    np.testing.assert_array_equal(np.load(tmp_path / "run.npy"), np.load(tmp_path / "back.npy"))
 
 
 def test_a_training_starts_from_converted_weights_and_resumes_its_own(lite, tmp_path, capsys):
