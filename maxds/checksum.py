@@ -48,14 +48,22 @@ def _sums(arrays: list[jax.Array]) -> list[jax.Array]:
     return [of_bits(array) for array in host.to_device(arrays)]
 
 
-def of_bits(array: jax.Array) -> jax.Array:
+def of_part(numbers: np.ndarray, first: int) -> int:
+    """What numbers that lie together in an array, from the place `first` on, add to its checksum, modulo 2^32."""
+    return int(_of_part(numbers.reshape(-1), np.uint32(first % 2**32)))
+
+
+def of_bits(array: jax.Array, first: jax.Array | int = 0) -> jax.Array:
     """The sum, modulo 2^32, of a hash of each element's bits and its place: any one that changes changes it."""
     bits = lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}")).astype(jnp.uint32)
-    place = jnp.zeros(array.shape, jnp.uint32)
+    place = jnp.full(array.shape, first, jnp.uint32)
     for axis in range(array.ndim):
         stride = math.prod(array.shape[axis + 1 :]) % 2**32
         place += lax.broadcasted_iota(jnp.uint32, array.shape, axis) * jnp.uint32(stride)
     return jnp.sum(mixed(bits ^ (place * jnp.uint32(0x9E3779B1))), dtype=jnp.uint32)
+
+
+_of_part = jax.jit(of_bits)
 
 
 def mixed(bits: jax.Array) -> jax.Array:

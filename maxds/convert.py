@@ -29,6 +29,7 @@ from absl import flags, logging
 
 import maxds
 from maxds import checkpoint, command, loader, params, parts, trained
+from maxds.checksum import of_part
 from maxds.config import Config
 from maxds.data import DataError, load_tokenizer
 from maxds.hf import files, quantized, settings
@@ -65,9 +66,10 @@ class Work:
     target: pathlib.Path
     identity: dict[str, Any]  # of what is converted: only the same work is gone on with
     prepare: Callable[[pathlib.Path], None]  # makes all that is to be there but the numbers
-    open: Callable[[pathlib.Path], tuple[Callable[[Cell], Sequence[np.ndarray]], Callable, Callable]]
+    open: Callable[[pathlib.Path], tuple[Callable[[Cell], tuple[Sequence[np.ndarray], list[int]]], Callable, Callable]]
     cells: Sequence[Cell]
     sizes: Callable[[Cell], int]  # bytes
+    damaged: Callable[[dict[str, list[int]]], list[str]] = lambda sums: []  # what was read, by what `convert` returns
 
     @property
     def folder(self) -> pathlib.Path:
@@ -84,18 +86,24 @@ class Work:
         convert, write, read = self.open(self.folder)
 
         def one(cell: Cell) -> list[int]:
-            made = convert(cell)
+            made, sums = convert(cell)
             write(cell, made)
-            return checksum(made)
+            return [*checksum(made), *sums]
 
         left = [cell for cell in self.cells if cell.tensors[0] not in done]
         with (self.folder / _NOTES[1]).open("a", buffering=1) as notes:
             for cell, found in self._each("converting", left, one):
                 done[cell.tensors[0]] = found
                 notes.write(json.dumps([cell.tensors[0], found]) + "\n")
+        if found := self.damaged(done):
+            shutil.rmtree(self.folder)
+            raise DamageError(
+                f"{len(found)} arrays have another checksum than when they were saved, such as {found[0]}; copy the "
+                f"checkpoint again, or choose another one"
+            )
         backwards = self.cells[::-1]  # the page cache has the end of what was written, not the beginning
         compared = self._each("comparing", backwards, lambda cell: checksum(read(cell)))
-        wrong = [cell for cell, found in compared if found != done[cell.tensors[0]]]
+        wrong = [cell for cell, found in compared if found != done[cell.tensors[0]][: len(found)]]
         if wrong:
             shutil.rmtree(self.folder)
             raise DamageError(
@@ -112,7 +120,7 @@ class Work:
     def _begin(self) -> dict[str, list[int]]:
         """Makes the folder, unless it is there: then what was done before, and its checksums."""
         job, notes = (self.folder / name for name in _NOTES)
-        identity = json.loads(json.dumps(self.identity | {"checksum": "xxh3_64", "maxds": maxds.__version__}))
+        identity = json.loads(json.dumps(self.identity | {"checksum": "xxh3_64, of_part", "maxds": maxds.__version__}))
         with contextlib.suppress(OSError, ValueError):
             if json.loads(job.read_text()) == identity:
                 lines = notes.read_text().splitlines(keepends=True) if notes.exists() else []
@@ -144,6 +152,31 @@ class Work:
 def checksum(arrays: Sequence[np.ndarray]) -> list[int]:
     """Of the bytes of each."""
     return [xxhash.xxh3_64_intdigest(np.ascontiguousarray(a).reshape(-1).view(np.uint8).data) for a in arrays]
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """The checksums that a training saved of its arrays, each of which is the sum of those of its parts."""
+
+    saved: dict[str, str]  # as `checksum.of_arrays`; of what a conversion made, there are none
+    shapes: dict[str, tuple[int, ...]]
+    cells: Sequence[Cell]
+
+    def of(self, cell: Cell, parts: Sequence[np.ndarray]) -> list[int]:
+        """Of the parts of a cell's arrays."""
+        if cell.row.copy or cell.row.arrays[0] not in self.saved:
+            return []
+        places = [np.ravel_multi_index(cell.index, self.shapes[a][: len(cell.index)]) for a in cell.row.arrays]
+        firsts = [int(place) * part.size for place, part in zip(places, parts, strict=True)]
+        return [of_part(part, first) for part, first in zip(parts, firsts, strict=True)]
+
+    def differing(self, found: dict[str, list[int]]) -> list[str]:
+        """The arrays that are not those that were saved, by what `Work` has found of each cell."""
+        totals: dict[str, int] = {}
+        for cell in self.cells:
+            for array, part in zip(cell.row.arrays, found[cell.tensors[0]][len(cell.tensors) :], strict=False):
+                totals[array] = totals.get(array, 0) + part
+        return [a for a, total in totals.items() if self.saved[a].partition(":")[2] != f"{total % 2**32:08x}"]
 
 
 def _of_this_machine(folder: str, advice: str) -> pathlib.Path:
@@ -208,10 +241,10 @@ def from_hf(source: str, out: str) -> None:
     def open_(partial: pathlib.Path):
         arrays = parts.open_checkpoint(partial, 0, list(dtypes))
 
-        def convert(cell: Cell) -> list[np.ndarray]:
+        def convert(cell: Cell) -> tuple[list[np.ndarray], list[int]]:
             wanted = [shapes[a][len(cell.index) :] for a in cell.row.arrays]
             kinds = [dtypes[a] for a in cell.row.arrays]
-            return cell.row.to_arrays([quantized.read(found, name) for name in cell.tensors], wanted, kinds)
+            return cell.row.to_arrays([quantized.read(found, name) for name in cell.tensors], wanted, kinds), []
 
         def write(cell: Cell, made: Sequence[np.ndarray]) -> None:
             for array, numbers in zip(cell.row.arrays, made, strict=True):
@@ -378,7 +411,7 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
     abstract = parts.abstract(config.model)
     with checkpoint.open_run(config, checkpoint.warn, read_only=True) as saved:
         step = saved.choose(step)
-        checkpoint.check_shapes(saved.about(step), config, abstract)
+        checkpoint.check_shapes(about := saved.about(step), config, abstract)
     shapes = {name: tuple(shape) for name, shape in checkpoint.shapes(abstract).items()}
     rows = table(config.model, list(shapes))
     todo = cells(rows, shapes)
@@ -391,14 +424,16 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
         wanted |= {name: (dtype, shape) for name in cell.tensors}
     tokenizer = pathlib.Path(config.data.tokenizer).expanduser()
     beside = tokenizer.parent if tokenizer.is_file() else folder
-    about = settings.write(config.model, dtypes["params.embed"].name, _special_tokens(config, beside))
+    said = settings.write(config.model, dtypes["params.embed"].name, _special_tokens(config, beside))
+
+    saved_sums = Sums(about.checksums, shapes, todo)
 
     def nbytes(cell: Cell) -> int:
         return sum(_size(wanted[name][1], wanted[name][0]) for name in cell.tensors)
 
     def prepare(partial: pathlib.Path) -> None:
         files.lay_out(partial, wanted, FILE_BYTES)
-        (partial / "config.json").write_text(about)
+        (partial / "config.json").write_text(said)
         _carry(beside, partial, SERVING)
         if tokenizer.is_file() and tokenizer.suffix == ".json":  # under whatever name
             shutil.copy(tokenizer, partial / TOKENIZER)
@@ -406,10 +441,9 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
     def open_(partial: pathlib.Path):
         laid = files.tensors(partial)
 
-        def convert(cell: Cell) -> list[np.ndarray]:
-            return cell.row.to_tensors(
-                [arrays.read(a, cell.index) for a in cell.row.arrays], wanted[cell.tensors[0]][0]
-            )
+        def convert(cell: Cell) -> tuple[list[np.ndarray], list[int]]:
+            read = [arrays.read(a, cell.index) for a in cell.row.arrays]
+            return cell.row.to_tensors(read, wanted[cell.tensors[0]][0]), saved_sums.of(cell, read)
 
         def write(cell: Cell, made: Sequence[np.ndarray]) -> None:
             for name, numbers in zip(cell.tensors, made, strict=True):
@@ -418,9 +452,9 @@ def to_hf(run: str, out: str, step: int | None = None) -> None:
         return convert, write, lambda cell: [laid[name].read() for name in cell.tensors]
 
     metadata = folder / "checkpoints" / str(step) / "_CHECKPOINT_METADATA"
-    identity = {"from": _stamp([metadata]), "config": about}
+    identity = {"from": _stamp([metadata]), "config": said}
     target = _check_target(out, sum(map(nbytes, todo)))
-    Work(target, identity, prepare, open_, todo, nbytes).do()
+    Work(target, identity, prepare, open_, todo, nbytes, saved_sums.differing).do()
     print(f"{out}: {len(wanted)} tensors of step {step}, {sum(map(nbytes, todo)) / 1e9:.2f} GB compared")
     if config.data.tokenizer != "bytes" and not tokenizer.is_file():
         print(f"data.tokenizer={tokenizer} is not there: {out} has the tokenizer that {beside} has, if any")

@@ -423,6 +423,28 @@ def test_what_is_missing_of_a_checkpoint_is_not_taken_for_zeros(lite, tmp_path):
     assert re.match(r"params\.moe_layers\.experts\.down cannot be read .*; copy the checkpoint again, or", line)
 
 
+def test_a_checkpoint_that_is_not_what_was_saved_is_refused(tmp_path, monkeypatch):
+    """In any of its arrays, and also where the conversion was stopped in between: what was read before counts."""
+    converted.run(tmp_path / "run", TINY["V3, two modules"])
+    reading, names = parts.Parts.read, ("params.embed", "params.moe_layers.experts.up", "router_bias.mtp")
+    for array in names:
+
+        def altered(self, name, index, array=array):
+            found = reading(self, name, index).copy()
+            found.reshape(-1)[-1] += name == array
+            return found
+
+        with monkeypatch.context() as patch:
+            patch.setattr(parts.Parts, "read", altered)
+            with patch.context() as stop, pytest.raises(KeyboardInterrupt):
+                stop.setattr(convert.Sums, "differing", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+                convert.to_hf(str(tmp_path / "run"), str(tmp_path / "hf"))
+        with pytest.raises(convert.DamageError, match=rf"^1 arrays have another checksum .* as {re.escape(array)}; "):
+            convert.to_hf(str(tmp_path / "run"), str(tmp_path / "hf"))
+        assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    convert.to_hf(str(tmp_path / "run"), str(tmp_path / "hf"))
+
+
 def test_a_full_disk_is_told_and_the_same_command_goes_on(v3, tmp_path, capsys, monkeypatch):
     writing = parts.Parts.write
 
