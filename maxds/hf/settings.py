@@ -168,7 +168,10 @@ def _check_quantization(given: dict | None, mistakes: list[str]) -> None:
     wanted = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
     if given is not None and any(given.get(key, value) != value for key, value in wanted.items()):
         found = ", ".join(f"{key} {given.get(key)}" for key in wanted)
-        mistakes.append(f"quantization_config has {found}; maxds dequantizes fp8, e4m3, [{BLOCK}, {BLOCK}]")
+        mistakes.append(
+            f"quantization_config has {found}; maxds dequantizes fp8, e4m3, [{BLOCK}, {BLOCK}]: of others, make "
+            f"bfloat16 first, and remove quantization_config"
+        )
 
 
 def write(model: Model, dtype: str, tokens: dict[str, Any] | None = None) -> str:
