@@ -250,6 +250,9 @@ def test_collectives_of_one_axis_wait_for_each_other_and_those_of_two_do_not():
     def both(second):
         return program(f"""
   %p = f32[8]{{0}} parameter(0)
+        ("tpu7x:2x2", 1, "give chips as tpu7x:4x4x8"),
+        ("tpu7x:0x2x2", 1, "give chips as tpu7x:4x4x8"),  # of which the compiler would die
+        ("v6e:4x4x4", 1, "give chips as v6e:16x16"),
   %s = f32[10]{{0}} all-reduce-start(%p), {GATHER}
   %u = f32[10]{{0}} all-reduce-start(%p), {second}
   %d = f32[10]{{0}} all-reduce-done(%s)

@@ -33,18 +33,20 @@ class Chip:
     host: float  # bytes/s to and from host memory, each way
     wraps_at: int  # a dimension of the torus is a ring where its length is a multiple of this
     float8: float = 1.0  # how many times as fast it multiplies float8
+    dimensions: int = 3  # of the torus
 
 
 # Usable HBM: the limit that the compiler itself names when a program exceeds it. HBM bandwidth: the Cloud TPU pages of
 # each generation, per chip (v5p 2765, v6e 1640, TPU7x 7380 GB/s). Clock: the one at which the matrix units that the
 # compiler counts on reach the published peak. ICI: the one-way link bandwidth of "How to Scale Your Model" for v5p and
 # v6e; the Cloud pages give TPU7x the same 1200 GB/s a chip as v5p, and its two dies a link six times as fast as one of
-# ICI. A torus closes where the Cloud pages say so: in multiples of 4 chips (v5p, TPU7x), at 16 (v6e). DCN: "How to
-# Scale Your Model", 6.25 GB/s a chip for v5p and 12.5 for v6e; TPU7x is given v6e's. Host: PCIe 4 x16 (v5p) and 5 x16
-# (v6e, TPU7x) at 80% of nominal. The devices of a chip share its HBM, DCN and host links evenly.
+# ICI. A torus closes where the Cloud pages say so: in whole cubes of 4 x 4 x 4 chips, and in nothing smaller (v5p,
+# TPU7x), at 16 (v6e). DCN: "How to Scale Your Model", 6.25 GB/s a chip for v5p and 12.5 for v6e; TPU7x is given v6e's.
+# Host: PCIe 4 x16 (v5p) and 5 x16 (v6e, TPU7x) at 80% of nominal. The devices of a chip share its HBM, DCN and host
+# links evenly.
 CHIPS = {
     "TPU v5": Chip("v5p", 1, 95.73 * GIB, 2.765e12, 1.75e9, 9e10, 9e10, 6.25e9, 25e9, 4),
-    "TPU v6 lite": Chip("v6e", 1, 31.24 * GIB, 1.64e12, 1.75e9, 9e10, 9e10, 12.5e9, 50e9, 16),
+    "TPU v6 lite": Chip("v6e", 1, 31.24 * GIB, 1.64e12, 1.75e9, 9e10, 9e10, 12.5e9, 50e9, 16, dimensions=2),
     "TPU7x": Chip("tpu7x", 2, 94.74 * GIB, 3.69e12, 2.2e9, 9e10, 5.4e11, 6.25e9, 25e9, 4, 2.0),
 }
 
@@ -97,8 +99,8 @@ def parse(name: str) -> Slice:
         meant = difflib.get_close_matches(family, chips, n=1)
         advice = f"did you mean {meant[0]}?" if meant else f"known are {', '.join(chips)}"
         raise TopologyError(f"no TPU is named {family}; {advice} (for example tpu7x:4x4x8)")
-    if not re.fullmatch(r"\d+(x\d+){1,2}", extents):
-        raise TopologyError("give chips as tpu7x:4x4x8 or v6e:16x16")
+    if not re.fullmatch(rf"[1-9]\d*(x[1-9]\d*){{{chips[family].dimensions - 1}}}", extents):
+        raise TopologyError(f"give chips as {family}:{'4x4x8' if chips[family].dimensions == 3 else '16x16'}")
     return Slice(chips[family], tuple(map(int, extents.split("x"))))
 
 
@@ -118,7 +120,7 @@ def of_gke(name: str) -> Slice:
         if found.label not in _FLAT:
             raise TopologyError(f"GKE has no such slice; of v6e it has {', '.join(_FLAT)}")
         return found
-    cubes = len(found.extents) == 3 and not any(n % 4 or n == 0 for n in found.extents)
+    cubes = not any(n % 4 for n in found.extents)
     if found.label in _SMALL or (cubes and list(found.extents) == sorted(found.extents)):
         return found
     ascending = "x".join(map(str, sorted(found.extents)))
