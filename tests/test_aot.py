@@ -157,16 +157,56 @@ def torus(x, y, z, chip):
 
 def test_the_links_of_an_axis_follow_from_where_its_devices_are():
     chip = topology.CHIPS["TPU7x"]
-    links = network.Network(torus(2, 4, 8, chip), chip, 128)
-    assert links.link(["data"]).bandwidth == chip.ici / 2  # one link, and both dies of a chip have their own ring
+    links = network.Network(torus(4, 4, 8, chip), chip, 256)
+    assert links.link(["data"]).bandwidth == 2 * chip.ici / 2  # a closed ring, and both dies of a chip have their own
     assert links.link(["fsdp"]).bandwidth == 4 * chip.ici / 2  # two closed rings
     assert links.link(("fsdp", "expert")).bandwidth == 4 * chip.ici
     assert (links.link(["expert"]).network, links.link(["expert"]).bandwidth) == ("die", chip.die)
 
 
+@pytest.mark.parametrize(
+    ("kind", "shape", "along_x", "along_y_and_z"),
+    [
+        ("TPU v5", (4, 4, 8), 2, 4),
+        ("TPU v5", (4, 2, 4), 1, 2),  # less than a cube of 4 x 4 x 4 has no links that lead around
+        ("TPU v6 lite", (16, 8, 1), 2, 1),
+        ("TPU v6 lite", (8, 8, 1), 1, 1),
+    ],
+)
+def test_a_torus_closes_where_its_chips_say(kind, shape, along_x, along_y_and_z):
+    chip = topology.CHIPS[kind]
+    links = network.Network(torus(*shape, chip), chip, np.prod(shape))
+    found = [links.link([axis]).bandwidth / chip.ici for axis in ("data", "fsdp")]
+    assert found == [along_x, along_y_and_z]
+
+
+def test_an_all_to_all_takes_as_long_as_what_crosses_the_middle_of_its_longest_dimension():
+    v5p, tpu7x = topology.CHIPS["TPU v5"], topology.CHIPS["TPU7x"]
+    for chip, shape, group, expected in (
+        (v5p, (4, 4, 8), range(32), 4000 * 8 / 4 / 2),  # along y and z: 8 of z have two links there
+        (v5p, (4, 4, 8), range(0, 32, 8), 4000 * 4 / 4 / 2),
+        (v5p, (2, 2, 2), range(2), 4000 / 2),  # a line
+        (tpu7x, (4, 4, 4), range(32), 4000 * 2 * 4 / 4 / 2),  # both dies of a chip send over its links
+        (tpu7x, (4, 4, 4), range(0, 32, 2), 4000 * 2 * 4 / 4 / 2),
+    ):
+        over = f"replica_groups={{{{{','.join(map(str, group))}}}}}"
+        links = network.Network(torus(*shape, chip), chip, np.prod(shape) * chip.per_chip)
+        found = links.route(collective("all-to-all", "f32[1000]{0}", over), "all-to-all")
+        assert found.seconds == pytest.approx(expected / chip.ici)
+
+
+def test_a_permutation_takes_the_link_between_its_devices():
+    chip = topology.CHIPS["TPU7x"]
+    links = network.Network(torus(2, 2, 2, chip), chip, 16)
+    for pairs, network_, rate in (("{{0,1},{1,0}}", "die", chip.die), ("{{0,2},{2,0}}", "ici", chip.ici)):
+        sent = collective("collective-permute", "f32[1000]{0}", f"source_target_pairs={pairs}")
+        found = links.route(sent, "collective-permute")
+        assert (found.network, found.seconds) == (network_, 4000 / rate)
+
+
 def test_a_part_of_an_axis_has_the_links_of_its_own_devices_only():
     chip = topology.CHIPS["TPU v5"]
-    links = network.Network(torus(1, 4, 8, chip), chip, 32)
+    links = network.Network(torus(4, 4, 8, chip), chip, 128)
     for group, ways in ((range(8), 2), (range(0, 32, 8), 2), (range(32), 4)):  # along z, along y, both
         over = f"replica_groups={{{{{','.join(map(str, group))}}}}}"
         gather = links.route(collective("all-gather", "f32[1000]{0}", over), "all-gather")
@@ -210,6 +250,9 @@ def test_what_is_sent_to_another_slice_takes_the_dcn():
         ("tpu7:4x4x8", 1, "did you mean tpu7x?"),
         ("gpu:8", 1, "known are v5p, v6e, tpu7x"),
         ("tpu7x", 1, "give chips as tpu7x:4x4x8"),
+        ("tpu7x:2x2", 1, "give chips as tpu7x:4x4x8"),
+        ("tpu7x:0x2x2", 1, "give chips as tpu7x:4x4x8"),  # of which the compiler would die
+        ("v6e:4x4x4", 1, "give chips as v6e:16x16"),
         ("tpu7x:2x2x1", 0, "slices from 1"),
     ],
 )
@@ -250,9 +293,6 @@ def test_collectives_of_one_axis_wait_for_each_other_and_those_of_two_do_not():
     def both(second):
         return program(f"""
   %p = f32[8]{{0}} parameter(0)
-        ("tpu7x:2x2", 1, "give chips as tpu7x:4x4x8"),
-        ("tpu7x:0x2x2", 1, "give chips as tpu7x:4x4x8"),  # of which the compiler would die
-        ("v6e:4x4x4", 1, "give chips as v6e:16x16"),
   %s = f32[10]{{0}} all-reduce-start(%p), {GATHER}
   %u = f32[10]{{0}} all-reduce-start(%p), {second}
   %d = f32[10]{{0}} all-reduce-done(%s)

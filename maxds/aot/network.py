@@ -21,6 +21,7 @@ class Link:
     network: str  # ici, dcn or die
     bandwidth: float  # bytes/s that a device takes in, over all its links
     about: str  # how the bandwidth comes about
+    across: float = 0.0  # seconds that each byte of an all-to-all's result takes to cross the middle of the torus
 
 
 class Network:
@@ -37,7 +38,7 @@ class Network:
         """What a collective runs over, and for how long.
 
         A device takes in, of an all-gather's result or a reduce-scatter's argument, all but its own share, and of an
-        all-reduce twice that. In an all-to-all a byte travels over a quarter of the ring on average.
+        all-reduce twice that. Of an all-to-all, half of what each device of a half has must cross to the other half.
         """
         if opcode == "send":
             size = sum(a.bytes for a in collective.elements[0])
@@ -50,11 +51,11 @@ class Network:
         size = sum(a.bytes for arrays in results for a in arrays)
         link = self._link(axes, members)
         if opcode in ("collective-permute", "collective-broadcast"):
-            return Route(axes, link.network, size, size / self.chip.ici)
+            return Route(axes, link.network, size, size / (self.chip.die if link.network == "die" else self.chip.ici))
         whole = size * {"reduce-scatter": group, "all-reduce": 2}.get(opcode, 1)
         moved = whole * (group - 1) / group
-        hops = max(1.0, group / 4) if opcode.endswith("all-to-all") else 1.0
-        return Route(axes, link.network, moved, moved * hops / link.bandwidth if group > 1 else 0.0)
+        across = size * link.across if opcode.endswith("all-to-all") else 0.0
+        return Route(axes, link.network, moved, max(moved / link.bandwidth, across) if group > 1 else 0.0)
 
     def _link(self, axes: tuple[str, ...], group: Sequence[int]) -> Link:
         """The links of a group of devices, by their numbers; a group may be a part of its axes."""
@@ -73,12 +74,19 @@ class Network:
         if len(chips) == 1:
             return Link("die", chip.die, f"between the dies of a chip, {chip.die / 1e9:g} GB/s one way")
         extents = [len({d.coords[i] for d in self.devices.flat}) for i in range(3)]
-        ways = [_ways({c[i] for c in chips}, extents[i], chip) for i in range(3)]
+        places = [{c[i] for c in chips} for i in range(3)]
+        rings = [n % chip.wraps_at == 0 for n in extents]
+        if chip.dimensions == 3:  # whole cubes are joined to a torus, and what is smaller is none
+            rings = [all(rings)] * 3
+        ways = list(map(_ways, places, extents, rings))
         # Groups that each have one device of a chip share its links; one group's data crosses them once for both.
         shared = chip.per_chip * len(chips) / len(members)
         text = " + ".join(f"{n} along {'xyz'[i]}" for i, n in enumerate(ways) if n)
         by = f", shared by {shared:g} groups" if shared > 1 else ""
-        return Link("ici", chip.ici * sum(ways) / shared, f"ICI links of {chip.ici / 1e9:g} GB/s one way: {text}{by}")
+        longest = max(len(along) / n for along, n in zip(places, ways, strict=True) if n)  # chips to a link
+        across = chip.per_chip * longest / 4 / chip.ici
+        about = f"ICI links of {chip.ici / 1e9:g} GB/s one way: {text}{by}"
+        return Link("ici", chip.ici * sum(ways) / shared, about, across)
 
     def _members(self, axes: Sequence[str]) -> list[Any]:
         """The first device and those that differ from it in `axes` only."""
@@ -86,12 +94,11 @@ class Network:
         return list(np.ravel(self.devices[index]))
 
 
-def _ways(places: set[int], extent: int, chip: Chip) -> int:
+def _ways(places: set[int], extent: int, ring: bool) -> int:
     """Links that a group uses along a dimension of the torus: both of a ring, else the one that a line's end has."""
     if len(places) == 1:
         return 0
-    wraps = extent % chip.wraps_at == 0
-    return 2 if len(places) == extent and wraps else 1
+    return 2 if len(places) == extent and ring else 1
 
 
 # ---------------------------------------------------------------------------------- replica groups

@@ -31,7 +31,7 @@ class Chip:
     die: float  # bytes/s between the devices of a chip, one way
     dcn: float  # bytes/s to other slices
     host: float  # bytes/s to and from host memory, each way
-    wraps_at: int  # a dimension of the torus is a ring where its length is a multiple of this
+    wraps_at: int  # a dimension of the torus is a ring where its length is a multiple of this; of three, if all are
     float8: float = 1.0  # how many times as fast it multiplies float8
     dimensions: int = 3  # of the torus
 
