@@ -11,7 +11,9 @@ exit code 0   compiled; it fits                     2   a mistake in the config,
           1   a defect of maxds or the machine      8   compiled for nothing: it does not fit into the device's memory
 """
 
+import errno
 import json
+import os
 import shlex
 import sys
 
@@ -35,7 +37,13 @@ _FIX = flags.DEFINE_bool("fix", False, "Where it does not fit, compile the chang
 _AOT = flags.DEFINE_string("aot", None, "Write the compiled step to this file (or gs://…), for maxds.train --aot.")
 _PLOT = flags.DEFINE_string("plot", None, "Draw one layer forward and one backward into this file: .png or .html.")
 
+
+class OutputError(ValueError):
+    """A file that is asked for cannot be written."""
+
+
 MISTAKES = (
+    OutputError,
     loader.ConfigError,
     mesh_lib.MeshError,
     optimizer.PatternError,
@@ -54,11 +62,9 @@ def main(args: list[str]) -> int:
     if len(args) < 2 or _TOPOLOGY.value is None:
         print(USAGE, file=sys.stderr)
         return 2
-    if _PLOT.value is not None and not _PLOT.value.endswith(picture.ENDINGS):
-        print(f"--plot={_PLOT.value}: give a file that ends in {' or '.join(picture.ENDINGS)}", file=sys.stderr)
-        return 2
     topology.prepare()
     try:
+        check_outputs(json=_JSON.value, plot=_PLOT.value, aot=_AOT.value)
         found, stepper, compiled = attempt(args[1], args[2:])
         for remedy in found.get("remedies", ()) if _FIX.value else ():
             print(f"\nwith {shlex.join(remedy['overrides'])}\n")
@@ -66,7 +72,7 @@ def main(args: list[str]) -> int:
             if compiled is not None:
                 break
         if _JSON.value is not None:
-            epath.Path(_JSON.value).write_text(json.dumps(found, indent=1) + "\n")
+            epath.Path(_JSON.value).expanduser().write_text(json.dumps(found, indent=1) + "\n")
         if compiled is None:
             return 8
         if _AOT.value is not None:
@@ -78,6 +84,24 @@ def main(args: list[str]) -> int:
     return 0
 
 
+def check_outputs(**files: str | None) -> None:
+    """Raises OutputError where the file of a flag cannot be written: before what may take an hour."""
+    for name, path in ((name, path) for name, path in files.items() if path is not None):
+        if name == "plot" and not path.endswith(picture.ENDINGS):
+            raise OutputError(f"--plot={path}: give a file that ends in {' or '.join(picture.ENDINGS)}")
+        target = epath.Path(path).expanduser()
+        probe = target.parent / f"{target.name}.partial"
+        try:
+            if target.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            target.parent.mkdir(parents=True, exist_ok=True)
+            probe.write_bytes(b"")
+            probe.unlink()
+        except Exception as error:  # whatever the library of a bucket raises
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            raise OutputError(f"--{name}={path} cannot be written: {reason}") from None
+
+
 @command.seldom_collecting()
 def attempt(path: str, overrides: list[str]) -> tuple[dict, step_lib.Stepper, jax.stages.Compiled | None]:
     """Compiles the step of a config, and prints the report; as `examine`, with the stepper."""
@@ -86,7 +110,7 @@ def attempt(path: str, overrides: list[str]) -> tuple[dict, step_lib.Stepper, ja
     stepper = step_lib.make(config, mesh_lib.make(config.mesh, devices))
     found, compiled = examine(stepper, _TOPOLOGY.value or "", _SLICES.value, _PLOT.value)
     print(report.text(found))
-    return found, stepper, compiled
+    return {"config": path, "overrides": overrides} | found, stepper, compiled
 
 
 def examine(

@@ -39,6 +39,7 @@ def compiled(tmp_path_factory):
 def test_a_step_is_compiled_for_a_tpu_that_is_not_here(compiled):
     text, found, picture = compiled
     assert (found["devices"], found["device_kind"]) == (8, "TPU7x")
+    assert (found["config"], found["overrides"]) == (str(TINY), ["loss.balance=0", "schedule.keep=[attention]"])
     assert found["mesh"] == {"data": 2, "fsdp": 2, "expert": 2}
     fit = found["fit"]
     assert fit["fits"] and 0 < fit["arguments"] < fit["total"] < fit["limit"]
@@ -145,6 +146,9 @@ def test_in_float8_weights_and_tokens_are_gathered_by_the_byte_and_grouped_matmu
         (["--topology=tpu7x:2x2x1", "mesh.data=3"], "mesh.expert=2 does not fit the 8 devices"),
         (["--topology=tpu7x:2x2x1", "compiler_options=[xla_no_such=1]"], "does not know the option 'xla_no_such'"),
         (["--topology=tpu7x:2x2x1", "--plot=layer.pdf"], "--plot=layer.pdf: give a file that ends in .png or .html"),
+        (["--topology=tpu7x:2x2x1", "--json=/dev/null/x.json"], "/dev/null/x.json cannot be written: File exists"),
+        (["--topology=tpu7x:2x2x1", "--plot=/dev/null/x.png"], "--plot=/dev/null/x.png cannot be written: File exists"),
+        (["--topology=tpu7x:2x2x1", "--aot=/dev"], "--aot=/dev cannot be written: Is a directory"),
         ([], "usage: python -m maxds.compile CONFIG.yaml --topology="),
     ],
 )  # fmt: skip
@@ -331,3 +335,4 @@ def test_what_should_fit_does_when_it_is_compiled(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["fit"]["fits"] and found["mesh"] == {"data": 2, "fsdp": 4, "expert": 1}
+    assert found["overrides"][-2:] == ["mesh.data=2", "mesh.fsdp=4"]

@@ -3,10 +3,10 @@
 import html
 import io
 import os
-import pathlib
 from typing import Any
 
 import matplotlib
+from etils import epath
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
@@ -59,12 +59,13 @@ def write(timeline: Timeline, path: str | os.PathLike, title: str, subtitle: str
         handles = [Patch(color=_COLORS[stage], label=stage) for stage in STAGES if stage in seen]
         handles.append(Patch(facecolor="white", edgecolor=_WAIT, hatch="////", label="waiting"))
         figure.legend(handles=handles, loc="upper right", ncols=len(handles), bbox_to_anchor=(0.995, 0.995), fontsize=8)
-        if pathlib.Path(path).suffix == ".png":
-            figure.savefig(path, format="png", dpi=130)
+        drawing, target = io.BytesIO(), epath.Path(path).expanduser()
+        if target.name.endswith(".png"):
+            figure.savefig(drawing, format="png", dpi=130)
+            target.write_bytes(drawing.getvalue())
         else:
-            drawing = io.StringIO()
             figure.savefig(drawing, format="svg")
-            pathlib.Path(path).write_text(_page(title, drawing.getvalue()))
+            target.write_text(_page(title, drawing.getvalue().decode()))
 
 
 def _page(title: str, svg: str) -> str:
