@@ -183,8 +183,10 @@ def make(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     except NotImplementedError:  # by mesh_utils: an axis would take a part of a dimension
         axes = " x ".join(f"mesh.{axis}={size}" for axis, size in zip(AXES, inside, strict=True) if size > 1)
         torus = " x ".join(str(len(set(along))) for along in zip(*(d.coords for d in devices), strict=True))
+        cores = len({d.core_on_chip for d in devices})
+        torus = f"{torus} chips" if cores == 1 else f"{torus} chips x {cores} devices"
         raise MeshError(
-            f"{axes} cannot be laid over the torus of a slice, {torus} chips: an axis takes whole dimensions, so make "
+            f"{axes} cannot be laid over the torus of a slice, {torus}: an axis takes whole dimensions, so make "
             "each the product of some of these"
         ) from None
     return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))

@@ -143,6 +143,7 @@ def test_in_float8_weights_and_tokens_are_gathered_by_the_byte_and_grouped_matmu
     [
         (["--topology=ironwood:4x4x8"], "no TPU is named ironwood; known are v5p, v6e, tpu7x"),
         (["--topology=tpu7x:3x5x1"], "the compiler knows no such topology"),
+        (["--topology=tpu7x:4x4x4", "mesh={data: 2, fsdp: 8, expert: 8}"], "4 x 4 x 4 chips x 2 devices: an axis"),
         (["--topology=tpu7x:2x2x1", "mesh.data=3"], "mesh.expert=2 does not fit the 8 devices"),
         (["--topology=tpu7x:2x2x1", "compiler_options=[xla_no_such=1]"], "does not know the option 'xla_no_such'"),
         (["--topology=tpu7x:2x2x1", "--plot=layer.pdf"], "--plot=layer.pdf: give a file that ends in .png or .html"),
