@@ -237,11 +237,13 @@ def test_collectives_move_all_but_a_device_s_own_share():
     assert (gather.axes, gather.network, gather.lanes) == (("fsdp",), "ici", ("ici fsdp",))
 
 
-def test_what_is_sent_to_another_slice_takes_the_dcn():
+@pytest.mark.parametrize(("slices", "times"), [(2, 1), (4, 1.5)])
+def test_what_is_summed_with_other_slices_takes_the_dcn(slices, times):
     chip = topology.CHIPS["TPU v5"]
-    links = network.Network(torus(2, 2, 2, chip), chip, 4)
+    links = network.Network(torus(slices, 2, 2, chip), chip, 4)
     sent = links.route(collective("send", "(f32[100]{0}, u32[], token[])", "channel_id=1"), "send")
-    assert (sent.axes, sent.network, sent.seconds) == (("data",), "dcn", 400 / chip.dcn)
+    assert (sent.axes, sent.network, sent.bytes) == (("data",), "dcn", 400 * times)
+    assert sent.seconds == sent.bytes / chip.dcn
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ class Network:
 
     def __init__(self, mesh: Mesh, chip: Chip, partitions: int):
         self.chip, self.names = chip, mesh.axis_names
-        of_slice = mesh.devices.shape[0] * partitions // mesh.size
+        of_slice, self.slices = mesh.devices.shape[0] * partitions // mesh.size, mesh.size // partitions
         self.devices = mesh.devices[:of_slice] if of_slice else mesh.devices
         self.shape = dict(zip(self.names, self.devices.shape, strict=True))
         self.used: dict[tuple[str, ...], Link] = {}  # axes, or what of them -> links, of the collectives seen so far
@@ -41,7 +41,7 @@ class Network:
         all-reduce twice that. Of an all-to-all, half of what each device of a half has must cross to the other half.
         """
         if opcode == "send":
-            size = sum(a.bytes for a in collective.elements[0])
+            size = sum(a.bytes for a in collective.elements[0]) * 2 * (self.slices - 1) / self.slices  # an all-reduce
             return Route((self.names[0],), "dcn", size, size / self.chip.dcn)
         axes, members = replica_axes(collective.attributes, self.shape)
         group = len(members)
