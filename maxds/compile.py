@@ -122,7 +122,7 @@ def examine(
       The figures, and the compiled step; None where it does not fit.
 
     Raises:
-      MeshError: the compiler does not know an option of `compiler_options`.
+      MeshError: the compiler cannot do with `compiler_options`.
     """
     target = _target(stepper, name, slices)
     found = report.about(target)

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import re
 from typing import Any
 
 import flax.struct
@@ -443,18 +444,15 @@ class Stepper:
         """`train_step`, compiled; donates the state. The devices may be those of a topology that is not here.
 
         Raises:
-          MeshError: the compiler does not know an option of `compiler_options`.
+          MeshError: the compiler cannot do with `compiler_options`.
         """
         lowered = self.lower()
         try:
             return lowered.compile(compiler_options=self.compiler_options)
         except jax.errors.JaxRuntimeError as error:
-            if "No such compile option" not in str(error):
-                raise
-            unknown = str(error).rpartition(": ")[2]
-            raise mesh_lib.MeshError(
-                f"the compiler of {self.device_kind} does not know the option {unknown} of compiler_options; drop it"
-            ) from None
+            if reason := _mistaken_option(str(error)):
+                raise mesh_lib.MeshError(f"the compiler of {self.device_kind} {reason}") from None
+            raise
 
     def batch(self, rows: dict) -> dict:
         """A global batch out of the rows of this process's `share`, int32 [global_batch / shares S].
@@ -541,3 +539,14 @@ def make(config: Config, mesh: Mesh) -> Stepper:
     network = deepseek.Network(config, mesh_lib.rings(mesh, "fsdp"))
     check(network, dict(mesh.shape))
     return Stepper(config, mesh, network)
+
+
+def _mistaken_option(message: str) -> str | None:
+    """What the compiler says that it cannot do with `compiler_options`; None where it fails for another reason."""
+    if "No such compile option" in message:
+        return f"does not know the option {message.rpartition(': ')[2]} of compiler_options; drop it"
+    if found := re.search(r"Failed to parse '(.*)' into flag (\w+)", message):
+        return f"cannot read '{found[1]}' as a value of {found[2]} of compiler_options; change it"
+    if "valid tiling that fits in memory" in message:
+        return "finds no tiles that fit into VMEM; raise xla_tpu_scoped_vmem_limit_kib of compiler_options"
+    return None

@@ -15,6 +15,7 @@ from maxds.aot import cost, hlo
 
 TINY = pathlib.Path(__file__).with_name("tiny.yaml")
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith(("JAX_", "TPU_", "XLA_"))}
+VMEM = "xla_tpu_scoped_vmem_limit_kib"
 needs_libtpu = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None, reason="libtpu, the compiler for TPU, is not installed"
 )
@@ -146,6 +147,8 @@ def test_in_float8_weights_and_tokens_are_gathered_by_the_byte_and_grouped_matmu
         (["--topology=tpu7x:4x4x4", "mesh={data: 2, fsdp: 8, expert: 8}"], "4 x 4 x 4 chips x 2 devices: an axis"),
         (["--topology=tpu7x:2x2x1", "mesh.data=3"], "mesh.expert=2 does not fit the 8 devices"),
         (["--topology=tpu7x:2x2x1", "compiler_options=[xla_no_such=1]"], "does not know the option 'xla_no_such'"),
+        (["--topology=v6e:2x4", f"compiler_options=[{VMEM}=abc]"], f"cannot read 'abc' as a value of {VMEM} of"),
+        (["--topology=v6e:2x4", f"compiler_options=[{VMEM}=1]"], f"no tiles that fit into VMEM; raise {VMEM} of"),
         (["--topology=tpu7x:2x2x1", "--plot=layer.pdf"], "--plot=layer.pdf: give a file that ends in .png or .html"),
         (["--topology=tpu7x:2x2x1", "--json=/dev/null/x.json"], "/dev/null/x.json cannot be written: File exists"),
         (["--topology=tpu7x:2x2x1", "--plot=/dev/null/x.png"], "--plot=/dev/null/x.png cannot be written: File exists"),
