@@ -68,7 +68,8 @@ def main(args: list[str]) -> int:
         found, stepper, compiled = attempt(args[1], args[2:])
         for remedy in found.get("remedies", ()) if _FIX.value else ():
             print(f"\nwith {shlex.join(remedy['overrides'])}\n")
-            found, stepper, compiled = attempt(args[1], [*args[2:], *remedy["overrides"]])
+            changed, stepper, compiled = attempt(args[1], [*args[2:], *remedy["overrides"]])
+            found = changed | {"before": found}
             if compiled is not None:
                 break
         if _JSON.value is not None:

@@ -395,6 +395,39 @@ def test_a_loop_may_count_from_a_constant():
     assert ns(walk(program(entry, *loop(body))).step) == 4 * 7
 
 
+def test_a_loop_that_counts_down_counts_as_none_aloud():
+    body = f"  %x = (s32[]) parameter(0)\n  ROOT %a = (s32[]) tuple(%x), {cycles(7)}"
+    entry = WHILE.replace("%t = (s32[]) tuple(%p)", "%nine = s32[] constant(9)\n  %t = (s32[]) tuple(%nine)")
+    found = walk(program(entry, *loop(body)))
+    assert (found.step, [i.name for i in found.skipped]) == (0, ["w"])
+
+
+@pytest.mark.parametrize(
+    ("op_name", "expected"),
+    [
+        ("jit(train_step)/shard_map/jvp(layers)/while/body/eval_jaxpr/attention/bsd,dq->bsq/dot_general",) * 2,
+        ("jit(train_step)/transpose(jvp(layers))/while/body/transpose(jvp(mlp))/bsd,df->bsf/dot_general",) * 2,
+        ("jit(train_step)/experts/dispatch/while/body/eval_jaxpr/jit(_take)/gather", "jit(_take)/gather"),
+        ("jit(train_step)/jit(_where)/select_n", "select_n"),
+        ("", ""),
+    ],
+)
+def test_an_operation_is_told_by_what_its_stage_does_there(op_name, expected):
+    assert timeline.within_stage(op_name) == "/".join(expected.split("/")[-2:])
+
+
+def test_what_is_sent_without_a_name_is_told_by_what_made_it():
+    named = 'metadata={op_name="jit(train_step)/experts/ecd,edf->ecf/dot_general" source_file="x.py" source_line=5}'
+    module = program(f"""
+  %p = f32[8]{{0}} parameter(0)
+  %a = f32[8]{{0}} add(%p, %p), {named}, {cycles(1)}
+  %b = f32[8]{{0}} bitcast(%a)
+  %g = f32[10]{{0}} all-reduce(%b), {GATHER}
+  ROOT %r = f32[8]{{0}} add(%p, %p), {cycles(1)}""")
+    (told,) = report._most_exposed(module, walk(module))
+    assert (told["name"], told["source"]) == ("g", "x.py:5") and told["op_name"].endswith("ecd,edf->ecf/dot_general")
+
+
 def test_a_loop_that_runs_as_often_as_the_data_says_counts_as_none_aloud():
     body = f"  %x = (s32[]) parameter(0)\n  ROOT %a = (s32[]) tuple(%x), {cycles(7)}"
     found = walk(program(WHILE, *loop(body, "get-tuple-element(%c), index=0")))

@@ -13,10 +13,10 @@ from maxds import describe, flops
 from maxds.aot import fit as fit_lib
 from maxds.aot.cost import BASES, SCHEDULED, SCHEDULED_ELSE
 from maxds.aot.fit import Buffer, Fit
-from maxds.aot.hlo import COLLECTIVES, Array, Instruction, Module
+from maxds.aot.hlo import COLLECTIVES, Array, Computation, Instruction, Module
 from maxds.aot.network import Network
 from maxds.aot.remedies import Change
-from maxds.aot.timeline import Tally, Timeline, stage
+from maxds.aot.timeline import Tally, Timeline, stage, within_stage
 from maxds.aot.topology import GIB, Chip
 from maxds.config import Config
 
@@ -201,7 +201,7 @@ def _slowest(module: Module, timeline: Timeline, count: int = 12) -> Iterator[di
         if i.opcode in COLLECTIVES or i.opcode.endswith("-start") or i.opcode == "send":
             continue
         op_name = module.op_name(i)
-        where = stage(op_name, i.opcode), op_name.rpartition("/")[2] or i.opcode, source(module, i)
+        where = stage(op_name, i.opcode), within_stage(op_name) or i.opcode, source(module, i)
         lines.setdefault(where, Tally()).add(1, seconds=t.seconds, flops=t.flops)
     for (part, operation, place), t in sorted(lines.items(), key=lambda item: -item[1].seconds)[:count]:
         yield {"stage": part, "operation": operation, "source": place, "seconds": t.seconds, "flops": t.flops}
@@ -231,11 +231,19 @@ def _change(read: Array, written: Array) -> str:
 
 def _most_exposed(module: Module, timeline: Timeline, count: int = 10) -> Iterator[dict]:
     worst = sorted(timeline.instructions.items(), key=lambda item: -item[1].exposed)[:count]
+    homes = {i.name: computation for computation in module.computations.values() for i in computation.instructions}
     for name, t in worst:
         if t.exposed > 0:
-            i = timeline.named[name]
+            i = _maker(module, homes[name], timeline.named[name])
             entry = {"op_name": module.op_name(i), "times": t.times, "seconds": t.seconds}
-            yield _place(module, i) | entry | {"exposed_seconds": t.exposed}
+            yield {"name": name, "source": source(module, i)} | entry | {"exposed_seconds": t.exposed}
+
+
+def _maker(module: Module, computation: Computation, i: Instruction) -> Instruction:
+    """What made an operand, where the compiler says nothing of what moves it: of what is sent over DCN, copied, …"""
+    while not module.op_name(i) and i.operands and i.operands[0] in computation.by_name:
+        i = computation.by_name[i.operands[0]]
+    return i
 
 
 def _not_estimated(module: Module, timeline: Timeline) -> list[dict]:
@@ -270,7 +278,8 @@ def assumptions(target: Target) -> list[str]:
         f"{kernels['attend_window']} elsewhere; grouped matmuls {kernels['rows_by_matrices']}, their weight gradients "
         f"{kernels['outer_products']}{summed}; others {SCHEDULED_ELSE}",
         "each mesh axis has its links to itself, collectives reach full link bandwidth and have no latency",
-        "asynchronous transfers start when their operands are ready and their axis is free, in order",
+        "asynchronous transfers start when their operands are ready and their axis is free, in order; those to host "
+        "memory and from there take turns",
         "SparseCores move bytes at the bandwidth of HBM, and one thing at a time",
         "experts are balanced: grouped matmuls whose kernel counts its tiles visit those of tokens, others all rows",
         f"FLOPs of the model: {flops.FORMULA}, without what is computed again",
@@ -393,7 +402,7 @@ def _cost_text(c: dict) -> str:
         ("FLOPs of the model", f"{c['model_flops'] / 1e12:,.4f} TFLOP", _ms(roof["model_flops"])),
         ("FLOPs executed", f"{c['executed_flops'] / 1e12:,.4f} TFLOP", _ms(roof["executed_flops"])),
         ("HBM", f"{c['hbm_bytes'] / 1e9:,.3f} GB", _ms(roof["hbm"])),
-        ("ICI, busiest axis", f"{c['ici_bytes'] / 1e9:,.3f} GB", _ms(roof["ici"])),
+        ("ICI; ms: of its busiest axis", f"{c['ici_bytes'] / 1e9:,.3f} GB", _ms(roof["ici"])),
         ("between dies", f"{c['die_bytes'] / 1e9:,.3f} GB", _ms(roof["die"])),
         ("DCN", f"{c['dcn_bytes'] / 1e9:,.3f} GB", _ms(roof["dcn"])),
     ]
@@ -427,7 +436,8 @@ def _worst_text(c: dict) -> str:
     exposed = [("most exposed", "of", "source", "times", "ms", "ms exposed")]
     for e in c["most_exposed"]:
         amounts = f"{e['times']:,.0f}", _ms(e["seconds"]), _ms(e["exposed_seconds"])
-        exposed.append((_short(e["name"], 44), e["op_name"].rpartition("/")[2] or "-", e["source"] or "-", *amounts))
+        operation = _short(within_stage(e["op_name"]) or "-", 44)
+        exposed.append((_short(e["name"], 44), operation, e["source"] or "-", *amounts))
     slowest = [("longest computed", "stage", "source", "ms", "share", "TFLOP")]
     for e in c["slowest"]:
         share = f"{e['seconds'] / c['step_seconds']:.1%}"

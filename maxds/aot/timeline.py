@@ -141,6 +141,7 @@ class Timeline:
         )
 
 
+_OF_LOOPS = ("while", "body", "eval_jaxpr")  # scopes that JAX makes
 STAGES = ("attention", "mlp", "dispatch", "experts", "combine", "weights", "gradients", "head", "optimizer", "other")
 
 
@@ -161,6 +162,14 @@ def stage(op_name: str, opcode: str, axes: tuple[str, ...] | None = None) -> str
         over_experts = axes == ("expert",) and "psum" not in scopes
         return "combine" if over_experts else "weights" if opcode == "all-gather" else "gradients"
     return "optimizer" if scopes[0] == "jit" and "shard_map" not in scopes else "other"
+
+
+def within_stage(op_name: str) -> str:
+    """What of an operation's name tells what a stage does there: of the backward pass, no more than that is known."""
+    scopes = op_name.split("/")
+    of_stages = [n for n, scope in enumerate(scopes) if not set(STAGES).isdisjoint(re.split(r"[()]", scope))]
+    first = of_stages[-1] + 1 if of_stages else len(scopes) - 1
+    return "/".join(scope for scope in scopes[first:] if scope not in _OF_LOOPS)
 
 
 def walk(
@@ -384,7 +393,7 @@ def _rendezvous(i: Instruction) -> str:
 
 
 def trip_count(module: Module, computation: Computation, i: Instruction) -> int | None:
-    """How often a while loop runs; None where that is decided as it runs.
+    """How often a while loop runs; None where that is decided as it runs, or not found.
 
     It is what the compiler says, or else the constant that the condition compares the counter with.
     """
@@ -402,7 +411,8 @@ def trip_count(module: Module, computation: Computation, i: Instruction) -> int 
     reached = _reached(condition)
     bounds = [int(r.arguments) for r in reached if _is_integer(r)]
     counters = [r.index for r in reached if r.opcode == "get-tuple-element"]
-    return max(bounds) - _start(computation, i, counters) if bounds else None
+    count = max(bounds, default=0) - _start(computation, i, counters)
+    return count if bounds and count > 0 else None  # one that counts down is not understood
 
 
 def _start(computation: Computation, i: Instruction, counters: list[int]) -> int:
