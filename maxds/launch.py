@@ -118,7 +118,7 @@ def xpk(cluster: Cluster, config: str) -> str:
         "tpu-type": cluster.topology.replace(":", "-"),
         "num-slices": cluster.slices,
         "max-restarts": cluster.max_restarts,
-        "restart-on-exit-codes": "1,3,6,7",
+        "restart-on-exit-codes": "1,3,5,6,7",
         "termination-grace-period-seconds": cluster.grace_seconds,
         "env": "JAX_PLATFORMS=tpu,cpu",
         **({"priority": cluster.priority} if cluster.priority else {}),

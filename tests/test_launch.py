@@ -283,7 +283,8 @@ def test_every_key_of_the_cluster_file_arrives(tmp_path):
     assert spec["nodeSelector"]["cloud.google.com/reservation-name"] == "ours"
     assert metadata["annotations"] == {"gke-gcsfuse/volumes": "true"}
     (volume,) = [v for v in spec["volumes"] if "csi" in v]
-    assert volume["csi"]["volumeAttributes"]["bucketName"] == "corpus"
+    attributes = {"bucketName": "corpus", "mountOptions": "implicit-dirs"}  # else no folder is seen that has no object
+    assert volume["csi"] == {"driver": "gcsfuse.csi.storage.gke.io", "readOnly": True, "volumeAttributes": attributes}
     assert {"name": volume["name"], "mountPath": "/mnt/corpus", "readOnly": True} in spec["containers"][0][
         "volumeMounts"
     ]
@@ -292,10 +293,51 @@ def test_every_key_of_the_cluster_file_arrives(tmp_path):
     assert pod(spot)["spec"]["hostNetwork"] is True
 
 
+@pytest.mark.parametrize("text", [LEAST, EVERYTHING])
+def test_a_pod_has_all_chips_of_its_host_and_may_use_them(tmp_path, text):
+    spec = pod(objects(cluster(tmp_path, text))[1])["spec"]
+    (container,) = spec["containers"]
+    assert container["resources"] == {"limits": {"google.com/tpu": 4}}
+    assert container["securityContext"] == {"privileged": True, "runAsUser": 0}
+    assert spec["tolerations"] == [{"key": "google.com/tpu", "operator": "Exists", "effect": "NoSchedule"}]
+
+
+def test_the_hosts_of_a_slice_find_each_other_before_they_are_ready_and_have_a_pool_of_nodes_to_themselves(tmp_path):
+    _, jobs = objects(cluster(tmp_path, LEAST))
+    exclusive = {"alpha.jobset.sigs.k8s.io/exclusive-topology": "cloud.google.com/gke-nodepool"}
+    assert jobs["metadata"]["annotations"] == exclusive
+    assert jobs["spec"]["network"] == {"enableDNSHostnames": True, "publishNotReadyAddresses": True}
+    assert jobs["spec"]["replicatedJobs"][0]["template"]["spec"]["completionMode"] == "Indexed"  # which numbers hosts
+    assert pod(jobs)["spec"]["dnsPolicy"] == "ClusterFirstWithHostNet"  # on its host's network, too
+
+
+def test_a_pod_hears_sigterm_tells_why_it_ended_and_is_begun_anew_by_the_jobset_with_the_same_config(tmp_path):
+    config_map, jobs = objects(cluster(tmp_path, LEAST))
+    spec = pod(jobs)["spec"]
+    assert spec["shareProcessNamespace"] is True  # the first process of a namespace is kept from signals
+    assert spec["containers"][0]["terminationMessagePolicy"] == "FallbackToLogsOnError"
+    assert spec["restartPolicy"] == "Never"  # else Kubernetes refuses a podFailurePolicy
+    assert config_map["immutable"] is True
+
+
+def test_the_agent_for_restarts_in_place_waits_for_all_pods_and_survives_what_training_does_not(tmp_path):
+    """As JobSet's documents ask for it."""
+    _, jobs = objects(cluster(tmp_path, f"{EVERYTHING}restart_agent: registry/agent:1\n"))
+    (agent,) = pod(jobs)["spec"]["initContainers"]
+    assert (agent["image"], agent["restartPolicy"]) == ("registry/agent:1", "Always")
+    assert agent["startupProbe"]["httpGet"] == {"path": "/barrier-is-down", "port": 8081}
+    exits = {"operator": "NotIn", "values": [0]}
+    assert agent["restartPolicyRules"] == [{"action": "RestartAllContainers", "exitCodes": exits}]
+    fields = {e["name"]: e["valueFrom"]["fieldRef"]["fieldPath"] for e in agent["env"]}
+    named = "metadata.annotations['jobset.sigs.k8s.io/jobset-name']"
+    assert fields == {"JOBSET_NAME": named, "POD_NAME": "metadata.name"}
+
+
 @pytest.mark.parametrize(
     ("name", "hosts", "devices"),
-    [("v5p:2x2x1", 1, 4), ("v5p:4x4x4", 16, 64), ("v6e:2x4", 2, 8), ("v6e:16x16", 64, 256), ("tpu7x:4x8x8", 64, 512)],
-)
+    [("v5p:2x2x1", 1, 4), ("v5p:2x2x4", 4, 16), ("v5p:2x4x4", 8, 32), ("v5p:4x4x4", 16, 64),
+    ("v6e:2x4", 2, 8), ("v6e:16x16", 64, 256), ("tpu7x:4x8x8", 64, 512)],
+)  # fmt: skip
 def test_hosts_have_four_chips(name, hosts, devices):
     found = topology.of_gke(name)
     assert (found.hosts, found.devices) == (hosts, devices)
@@ -309,15 +351,18 @@ def test_hosts_have_four_chips(name, hosts, devices):
     [
         ("topology: tpu7:4x4x4", "no TPU is named tpu7; did you mean tpu7x? (for example tpu7x:4x4x8)"),
         ("topology: tpu7x:8x8x4", "and multiples of 4 that ascend; try tpu7x:4x8x8"),
-        ("topology: v5p:4x4x6", "GKE has no such slice"),
+        *((f"topology: v5p:{extents}", "GKE has no such slice") for extents in ("4x4x6", "4x4", "0x4x4")),
         ("topology: v6e:3x3", "of v6e it has 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"),
         ("slices: 0", "slices=0 must be positive"),
         ("slice: 2", "unknown key slice; did you mean slices?"),
         ("name: Tiny_Run", "name=Tiny_Run must be of small letters, digits and dashes"),
-        (f"name: {'a' * 60}", "characters too long"),
+        (f"name: {'a' * 46}", f"is 1 characters too long: pods such as {'a' * 46}-workers-1-1-xxxxx may have 63"),
+        ("max_restarts: -1", "max_restarts=-1 must not be negative"),
+        ("grace_seconds: 0", "grace_seconds=0 must be positive"),
         ("service_account: null", "mounts= needs service_account"),
         ("spot: true", "reservation=ours and spot=true exclude each other"),
         ("mounts: [{bucket: 'gs://corpus', path: /mnt}]", "must be its name alone"),
+        ("mounts: [{bucket: corpus, path: mnt}]", "path=mnt must be absolute, such as /mnt/corpus"),
     ],
 )
 def test_a_mistake_in_the_cluster_file_is_told_with_its_line(tmp_path, text, message):
@@ -327,6 +372,13 @@ def test_a_mistake_in_the_cluster_file_is_told_with_its_line(tmp_path, text, mes
         cluster(tmp_path, "\n".join([*lines, text]))
     (mistake,) = caught.value.mistakes
     assert message in mistake and re.match(r"cluster\.yaml(:\d+)?: ", mistake)
+
+
+def test_the_longest_name_and_no_restart_are_taken_and_an_agent_that_may_do_nothing_is_not(tmp_path):
+    found = cluster(tmp_path, f"{EVERYTHING.replace('tiny', 'a' * 45)}".replace("max_restarts: 7", "max_restarts: 0"))
+    assert (found.max_restarts, len(f"{found.name}-workers-1-1-xxxxx")) == (0, 63)
+    with pytest.raises(nodes.ConfigError, match="restart_agent=registry/agent:1 needs service_account, which may"):
+        cluster(tmp_path, f"{LEAST}restart_agent: registry/agent:1\n")
 
 
 @pytest.mark.parametrize(
@@ -357,6 +409,16 @@ def test_data_that_no_mount_has_is_named_and_the_image_may_have_it(tmp_path):
     assert launch.unmounted(loader.load(Config, TINY, RUN)[0], found) == []
 
 
+def test_what_the_image_must_have_is_told_beside_the_objects_and_not_among_them(tmp_path, monkeypatch, capsys):
+    (tmp_path / "cluster.yaml").write_text(EVERYTHING)
+    monkeypatch.setattr(launch, "_CLUSTER", type("Flag", (), {"value": tmp_path / "cluster.yaml"}))
+    monkeypatch.setattr(launch, "_XPK", type("Flag", (), {"value": False}))
+    assert launch.main(["launch", str(TINY), *RUN, "data.sources=[{kind: text, path: /corpus}]"]) == 0
+    out, err = capsys.readouterr()
+    assert [document["kind"] for document in yaml.safe_load_all(out)] == ["ConfigMap", "JobSet"]
+    assert err == f"note: the image must have /corpus, for no mount of {tmp_path}/cluster.yaml has it\n"
+
+
 @needs_libtpu
 def test_a_mesh_that_the_torus_cannot_hold_is_not_rendered(tmp_path):
     found = cluster(tmp_path, "name: tiny\nimage: registry/maxds:1\ntopology: v6e:4x8\n")
@@ -385,6 +447,28 @@ def xpk_script(tmp_path):
     assert (result.returncode, result.stderr) == (0, "")
     (tmp_path / "run.sh").write_text(result.stdout)
     return tmp_path / "run.sh"
+
+
+def test_xpk_is_told_what_the_cluster_file_says_and_to_start_again_what_a_jobset_starts_again(tmp_path):
+    """Beside codes from 127 on, which it starts again by itself."""
+    found = cluster(tmp_path, EVERYTHING)
+    words = shlex.split(launch.xpk(found, "steps: 1\n"), comments=True)
+    told = dict(word.removeprefix("--").split("=", 1) for word in words if word.startswith("--"))
+    codes = {int(code) for code in told.pop("restart-on-exit-codes").split(",")}
+    _, jobs = objects(found)
+    assert codes == {code for code in range(1, 8) if outcome(jobs, code).startswith("Restart")}
+    assert told.pop("command")
+    assert told == {
+        "workload": "tiny",
+        "namespace": "training",
+        "docker-image": "registry/maxds:1",
+        "tpu-type": "v5p-2x2x2",
+        "num-slices": "2",
+        "max-restarts": "7",
+        "termination-grace-period-seconds": "60",
+        "env": "JAX_PLATFORMS=tpu,cpu",
+        "priority": "high",
+    }
 
 
 def fake(folder, name, body):
