@@ -306,6 +306,14 @@ def test_sources_are_mixed_in_proportion_to_their_weights(tmp_path):
     assert {letter: first.count(letter) for letter in weights} == {"a": 100, "b": 200, "c": 500}
 
 
+def test_sources_of_the_same_documents_are_read_in_orders_of_their_own(tmp_path):
+    for letter in "abcdefghijklmnop":
+        (tmp_path / letter).write_text(letter * 15)
+    batches = take(opened(text(tmp_path), text(tmp_path), global_batch=2).batches(), 16)
+    first, second = zip(*[batch["tokens"][:, 0].tolist() for batch in batches], strict=True)
+    assert sorted(first) == sorted(second) and first != second
+
+
 # ------------------------------------------------------------------------------ held-out documents
 
 
@@ -336,6 +344,19 @@ def test_a_document_among_any_others_has_the_same_key(which):
         return open_documents(source, load_tokenizer("bytes"), 257, None, 1).keys
 
     np.testing.assert_array_equal(keys(11)(which), keys(40)(slice(None))[:11][which])
+
+
+def test_evaluation_mixes_what_is_held_out_by_weight_and_leaves_out_what_fills_no_row(tmp_path):
+    lengths, weights = {"a": [15] * 300, "b": [15] * 300, "c": [400, *[1] * 5]}, {"a": 1.0, "b": 3.0, "c": 5.0}
+    for letter in lengths:
+        (tmp_path / letter).mkdir()
+        for i, length in enumerate(lengths[letter]):
+            (tmp_path / letter / f"{i:03}").write_text(letter * length)
+    longest = stable_hash("000") / 2**64  # of c, the others are less than a row; what is held out is below it
+    assert longest > 0.1
+    found = opened(*(text(tmp_path / x, weight=w) for x, w in weights.items()), eval_fraction=min(longest, 0.5))
+    first = [chr(token) for batch in found.eval_batches(4) for token in batch["tokens"][:, 0]]
+    assert {letter: first.count(letter) for letter in weights} == {"a": 4, "b": 12, "c": 0}
 
 
 def test_a_new_file_leaves_the_split_of_the_others_as_it_was(corpus):
@@ -396,9 +417,28 @@ def test_a_linked_folder_is_not_left_out_unnoticed(corpus, tmp_path):
 def test_text_takes_the_files_that_match_and_are_not_hidden(corpus):
     (corpus / "part0" / "notes.md").write_text("notes")
     (corpus / ".git").mkdir()
-    (corpus / ".git" / "head.md").write_text("hidden")
+    for hidden in (corpus / ".git" / "head.md", corpus / "part1" / ".notes.md"):
+        hidden.write_text("hidden")
     assert read_all(text(corpus, pattern="*.md")) == ["notes"]
     assert len(read_all(text(corpus, pattern="part1/*"))) == 13
+
+
+def test_a_path_may_begin_at_home(corpus, monkeypatch):
+    monkeypatch.setenv("HOME", str(corpus.parent))
+    assert read_all(text("~/corpus")) == read_all(text(corpus))
+
+
+def test_tokens_of_a_large_vocabulary_are_kept_whole(tmp_path):
+    (tmp_path / "a.txt").write_text("ab")
+    wide = dataclasses.replace(load_tokenizer("bytes"), vocab_size=2**16 + 300, encode=lambda b: np.array([*b]) + 2**16)
+    assert open_documents(text(tmp_path), wide, 2**17, None, 1).read(0).tolist() == [2**16 + 97, 2**16 + 98, EOS]
+
+
+def test_of_the_stdlib_nothing_is_taken_but_sources_and_no_tests():
+    names = {name for name, _ in sources._find_files(("stdlib",), "*")}
+    assert {"ast.py", "json/decoder.py"} <= names
+    assert all(name.endswith(".py") for name in names)
+    assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
 
 
 def test_stdlib_is_the_running_pythons_own_source():
@@ -563,6 +603,27 @@ def test_a_changed_file_is_measured_again(records, tmp_path):
     assert before.fingerprint != after.fingerprint
 
 
+def test_records_of_the_same_lengths_and_other_text_are_other_data(records, tmp_path):
+    before = opened(records)
+    changed = [sentence(i).replace("é", "è").encode() for i in range(20)]
+    write_arrayrecord(Path(records.path[0]) / "0.array_record", changed)
+    assert opened(records).fingerprint != before.fingerprint
+
+
+def test_many_documents_are_measured_each_once():
+    lengths = np.random.default_rng(0).integers(1, 9, 2500)
+    found = sources._measure(lambda which: [np.full(lengths[i], i, np.int32) for i in which], 3, range(100, 2400))
+    np.testing.assert_array_equal(found[:, 0], lengths[100:2400])
+    assert found.shape == (2300, 2) and len(set(found[:, 1].tolist())) == 2300
+
+
+def test_each_kind_split_and_feature_has_lengths_of_its_own():
+    bytes_, one = load_tokenizer("bytes"), config.Source(kind="tfds", path=("a",))
+    others = [dataclasses.replace(one, **{key: value}) for key, value in (("split", "b"), ("feature", "b"))]
+    found = [one, *others, dataclasses.replace(one, kind="arrayrecord")]
+    assert len({sources._identity(source, [], bytes_) for source in found}) == 4
+
+
 def test_each_tokenizer_has_lengths_of_its_own(records, hugging_face, tmp_path):
     for tokenizer in ("bytes", str(hugging_face)):
         read_all(records, tokenizer, cache_dir=tmp_path / "cache")
@@ -666,10 +727,11 @@ def test_every_text_begins_with_the_token_that_tokenizer_config_adds(hugging_fac
 def test_tokenizer_config_names_the_end_of_a_document(hugging_face, tmp_path):
     copy = tmp_path / "tokenizer.json"
     copy.write_bytes(hugging_face.read_bytes())
-    settings = tmp_path / "tokenizer_config.json"
+    settings, usual = tmp_path / "tokenizer_config.json", load_tokenizer(str(copy))
     for named in ("<end>", {"content": "<end>"}):
         settings.write_text(json.dumps({"eos_token": named}))
-        assert load_tokenizer(str(copy)).eos == 0
+        assert (found := load_tokenizer(str(copy))).eos == 0
+        assert found.digest != usual.digest  # for documents end otherwise
     settings.write_text('{"eos_token": "<none>"}')
     message = (
         f"data.tokenizer={copy} has no end-of-document token <none>; name one of its tokens as `eos_token` in "
@@ -677,6 +739,49 @@ def test_tokenizer_config_names_the_end_of_a_document(hugging_face, tmp_path):
     )
     with pytest.raises(DataError, match=f"^{re.escape(message)}$"):
         load_tokenizer(str(copy))
+
+
+@pytest.fixture
+def words(tmp_path):
+    """Makes a tokenizer of whole words, which puts the end of a document before each text by itself."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+    def make(vocab: dict[str, int]) -> str:
+        model = Tokenizer(models.WordLevel(vocab, unk_token="a"))
+        model.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        model.post_processor = processors.TemplateProcessing(single="</s> $A", special_tokens=[("</s>", vocab["</s>"])])
+        model.save(str(tmp_path / "tokenizer.json"))
+        return str(tmp_path / "tokenizer.json")
+
+    return make
+
+
+def test_a_document_is_its_text_and_one_end_whatever_the_tokenizer_would_add(words, tmp_path):
+    (tmp_path / "a.txt").write_text("b a")
+    tokenizer = load_tokenizer(words({"a": 0, "b": 1, "</s>": 2}))
+    assert open_documents(text(tmp_path, pattern="a.txt"), tokenizer, 3, None, 1).read(0).tolist() == [1, 0, 2]
+
+
+def test_ids_may_have_holes_and_all_are_below_the_size(words):
+    assert load_tokenizer(words({"a": 0, "b": 9, "</s>": 4})).vocab_size == 10
+
+
+def test_of_the_usual_ends_of_a_document_deepseek_s_comes_first_and_others_by_their_order(words):
+    usual = ["<｜end▁of▁sentence｜>", "<|endoftext|>", "<eos>", "</s>"]  # noqa: RUF001
+    for first in range(4):
+        vocab = {"a": 0} | {name: 9 - n for n, name in enumerate(usual) if n >= first}
+        assert load_tokenizer(words(vocab)).eos == 9 - first
+
+
+def test_a_sentencepiece_model_without_an_end_of_document_is_refused(tmp_path):
+    import sentencepiece
+
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(WORDS), model_prefix=str(tmp_path / "m"), vocab_size=40, eos_id=-1, minloglevel=2,
+        hard_vocab_limit=False,
+    )  # fmt: skip
+    with pytest.raises(DataError, match="has no end-of-document token; train it with an eos_id"):
+        load_tokenizer(str(tmp_path / "m.model"))
 
 
 def test_sentencepiece_models_round_trip(sentencepiece_model, records):
