@@ -1,6 +1,7 @@
 """What Prometheus fetches of a run is what its other files say, and nobody who fetches can hold it up."""
 
 import socket
+import time
 import urllib.request
 
 import pytest
@@ -8,7 +9,7 @@ import running
 import test_metrics
 from prometheus_client.parser import text_string_to_metric_families
 
-from maxds import loader, metrics
+from maxds import exporter, loader, metrics
 from maxds.config import Config
 
 
@@ -49,9 +50,22 @@ def test_processes_other_than_the_first_serve_what_they_know_and_write_nothing(t
     assert found["maxds_step"] == [5] and str(found["maxds_loss"]) == "[nan]"
     assert (found["maxds_failed_saves"], found["maxds_eval"]) == ([2], [3.0])
     assert "maxds_goodput" not in found and "maxds_mfu" not in found
+    assert abs(found["maxds_step_timestamp_seconds"][0] - time.time()) < 60
     assert not (tmp_path / "run").exists()
     with pytest.raises(OSError):
         fetched(port)
+
+
+def test_figures_say_what_they_are_of_in_the_units_of_their_names():
+    port, own = running.free_port(), {"process": "3", "host": socket.gethostname()}
+    told = {"seconds": 0.5, "tokens": 7, "terms/main": 2.0, "terms/mtp_1": 3.0, "spent/data": 0.25, "late/max": 4.0}
+    with exporter.Exporter(port, 3) as served:
+        served.show(1, told)
+        found = fetched(port)
+    assert found["maxds_step_seconds"] == [(own, 0.5)] and found["maxds_step_tokens"] == [(own, 7.0)]
+    assert found["maxds_terms"] == [(own | {"name": "main"}, 2.0), (own | {"name": "mtp_1"}, 3.0)]
+    assert found["maxds_spent_seconds"] == [(own | {"name": "data"}, 0.25)]
+    assert found["maxds_late_seconds"] == [(own | {"name": "max"}, 4.0)]
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])

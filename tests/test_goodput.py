@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+import types
 
+import numpy as np
 import pytest
 
 from maxds import goodput
@@ -164,6 +166,38 @@ def test_the_times_of_steps_follow_each_other_without_a_gap():
     for (_, before), (spent, end) in itertools.pairwise(found):
         assert min(spent.values()) >= 0
         assert sum(spent.values()) == pytest.approx(end - before, abs=1e-9)
+
+
+@pytest.fixture
+def hosts(monkeypatch):
+    """The comparison of this process with two others, what it says, and what these gather; each time after 10 s."""
+    others, said, clock = [np.frombuffer(name.ljust(64), np.uint8) for name in (b"b", b"c")], [], itertools.count(0, 10)
+    monkeypatch.setattr(goodput.multihost_utils, "process_allgather", lambda own: np.stack([own, *others]))
+    monkeypatch.setattr(goodput, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    return goodput.Hosts(said.append), said, others
+
+
+def test_processes_are_compared_at_first_and_then_every_64_steps(hosts):
+    compared, _, others = hosts
+    others[:] = np.zeros((2, 2), np.float32)
+    found = [step for step in range(1, 200) if compared.compare(np.zeros(2), {"step": 1.0})]
+    assert found == [1, 8, 16, 32, 64, 128, 192]
+
+
+def test_a_process_that_becomes_late_is_named_once_and_what_it_needed_is_what_the_others_spent(hosts):
+    compared, said, others = hosts
+    stragglers = []
+    for late in (9.0, 0.4, 0.6, 0.7, 0.0, 0.6):  # at first nobody is blamed; then 5% of ten seconds stand out
+        others[:] = np.array([[0.0, 0.0], [0.75 * late, 0.25 * late]], np.float32)
+        while not (found := compared.compare(np.zeros(2), spent := {"step": 1.0})):
+            assert spent == {"step": 1.0}
+        assert spent == pytest.approx({"step": 1.0 - late, "data": 0.75 * late, "other": 0.25 * late})
+        stragglers.append(found["hosts"]["straggler"])
+    assert stragglers == [None, None, "process 2 on c", "process 2 on c", None, "process 2 on c"]
+    assert len(said) == 2 and said[0] == (
+        "process 2 on c is late: the others waited 0.60 s for it in 8 steps, 6% of their time; 0.45 s of what it was "
+        "late went to waiting for data, 0.15 s to other work of its host"
+    )
 
 
 def test_a_process_knows_its_age_to_half_a_second():

@@ -1,10 +1,12 @@
 """A run is logged for people, for programs and for TensorBoard, each step once."""
 
 import io
+import itertools
 import json
 import math
 import os
 import pathlib
+import re
 import signal
 import struct
 import subprocess
@@ -69,6 +71,23 @@ def events(folder):
     return found
 
 
+def shown(folder, tag):
+    """Step -> value, as TensorBoard shows it: where a writer starts at a step, what others have from it on is gone."""
+    files, found = [], {}
+    for path in folder.iterdir():
+        data, read = path.read_bytes(), []
+        while data:
+            (length,) = struct.unpack("<Q", data[:8])
+            read.append(Event.FromString(data[12 : 12 + length]))
+            data = data[16 + length :]
+        files.append(read)
+    for event in itertools.chain.from_iterable(sorted(files, key=lambda read: read[0].wall_time)):
+        if event.HasField("session_log"):
+            found = {step: value for step, value in found.items() if step < event.step}
+        found.update((event.step, value.simple_value) for value in event.summary.value if value.tag == tag)
+    return found
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True
@@ -111,7 +130,9 @@ def test_numbers_read_back_as_the_float32_they_were(tmp_path):
 @pytest.mark.parametrize("loss", [np.nan, np.inf])
 def test_what_is_not_finite_is_null(tmp_path, loss):
     log(tmp_path, [1], loss=loss)
+    log(tmp_path, [1], loss=loss, imbalance={"moe_layers": np.array([loss, 1.5], np.float32)})
     assert rows(tmp_path)[0]["loss"] is None
+    assert rows(tmp_path)[0]["imbalance"] == {"moe_layers": [None, 1.5]}
     assert next(records.read(tmp_path, records.STEPS))["loss"] is None
 
 
@@ -204,6 +225,61 @@ def test_scalars_reach_tensorboard(tmp_path):
     assert found[1, "top_score/moe_layers_max"] == 30
     assert found[2, "eval/main"] == 2.25
     assert {"terms/mtp_1", "grad_norm", "learning_rate", "tokens_per_second"} <= {tag for _, tag in found}
+
+
+def test_tensorboard_shows_each_step_of_a_resumed_run_once(tmp_path):
+    log(tmp_path, range(1, 6), loss=1.0)
+    log(tmp_path, [4], done=3, loss=2.0)
+    assert shown(tmp_path / "tensorboard", "loss") == {1: 1.0, 2: 1.0, 3: 1.0, 4: 2.0}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of TensorBoard's file that is given up
+@pytest.mark.usefixtures("collected")
+def test_of_a_storage_that_fails_is_told_once_and_once_more_after_it_had_recovered(tmp_path, monkeypatch, capsys):
+    with metrics.Log(load(tmp_path)) as log:
+        log.start(0, "cpu", 1)
+        for step in range(1, 8):
+            with monkeypatch.context() as patch:
+                if step in (2, 3, 6):
+                    patch.setattr(records.EventsWriter, "flush", mock.Mock(side_effect=OSError("full")))
+                    patch.setattr(log._records, "_pay", mock.Mock(side_effect=OSError("full")))
+                log.step(step, values(step), 1.0)
+            if step in (4, 7):
+                log.flush()
+    assert capsys.readouterr().err.count("ALARM: metrics cannot be written") == 2
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6, 7]
+    assert {1, 5} <= shown(tmp_path / "tensorboard", "loss").keys()
+
+
+def test_a_line_that_the_storage_takes_piece_by_piece_is_whole(tmp_path):
+    class Short(io.FileIO):
+        def write(self, data):
+            return super().write(data[:7])
+
+    with metrics.Log(load(tmp_path)) as log:
+        log.start(0, "cpu", 1)
+        with Short(tmp_path / records.STEPS, "ab") as log._records._open[records.STEPS]:
+            for step in (1, 2):
+                log.step(step, values(step), 1.0)
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path)] == [(1, 1.0), (2, 2.0)]
+
+
+def test_time_is_recorded_as_of_when_it_ended(tmp_path):
+    with metrics.Log(load(tmp_path)) as log:
+        log.start(0, "cpu", 1)
+        log.spent({"step": 1.0}, time.perf_counter() - 100, step=1)
+    assert time.time() - rows(tmp_path, records.TIMES)[-1]["time"] == pytest.approx(100, abs=5)
+
+
+def test_the_goodput_of_a_step_is_that_of_all_starts(tmp_path):
+    began = time.time() - 1000
+    first = [{"time": began, "began": began, "done": 0, "spent": {}}]
+    first += [{"time": began + 400 * step, "step": step, "spent": {"step": 400.0}} for step in (1, 2)]
+    (tmp_path / records.TIMES).write_text("".join(f"{json.dumps(row)}\n" for row in first))
+    with metrics.Log(load(tmp_path)) as log:
+        log.start(2, "cpu", 1)
+        told = log.spent({"step": 0.0}, time.perf_counter(), step=3)
+    assert told["goodput"] == pytest.approx(0.8, abs=0.05)
 
 
 def test_an_object_store_gets_the_files_at_a_flush_and_at_the_end(tmp_path, monkeypatch):
@@ -308,6 +384,25 @@ def test_a_line_has_the_rates_of_the_steps_since_the_last(tmp_path, capsys):
     assert [line.split("  ")[-7] for line in lines] == ["2,048 tokens/s", "4,096 tokens/s"]
 
 
+def test_after_going_back_a_line_has_the_rates_of_the_steps_since_then(tmp_path, capsys):
+    with metrics.Log(load(tmp_path, "log_every_steps=2")) as log:
+        log.start(0, "cpu", 1)
+        log.step(1, values(), 100)
+        log.go_back(0, 1, {"lost": 100.0}, time.perf_counter())
+        for step in (1, 2):
+            log.step(step, values(), 1)
+    assert "  4,096 tokens/s  " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_single_term_is_the_loss_and_a_slow_step_leaves_the_estimate_of_the_end_as_it_was(tmp_path, capsys):
+    with metrics.Log(load(tmp_path)) as log:
+        log.start(0, "cpu", 1)
+        for step, seconds in enumerate([1, 1, 9], start=1):
+            log.step(step, values(terms={"main": np.float32(2.5)}), seconds)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("step  3/10  loss 2.5000  455 tokens/s  ") and last.endswith("  ETA 0:00:07")
+
+
 def test_a_skipped_step_is_said_even_between_lines(tmp_path, capsys):
     log(tmp_path, [1], overrides=["log_every_steps=5"], applied=False, grad_norm=np.float32(1e4))
     assert capsys.readouterr().out.endswith("step 1 skipped: its gradient norm is 1e+04\n")
@@ -347,6 +442,17 @@ def test_a_terminal_has_a_progress_bar_with_the_same_figures(tmp_path, monkeypat
     assert "1/10" in shown
     assert "loss 2.5000  main 2.0000  mtp_1 1.7000  8,192 tokens/s" in shown
     assert "step  1/10" not in shown
+
+
+def test_a_progress_bar_goes_back_with_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    with metrics.Log(load(tmp_path)) as log:
+        log.start(0, "cpu", 8)
+        for step in (1, 2, 3):
+            log.step(step, values(), 0.5)
+        log.go_back(1, 2, {"lost": 1.0}, time.perf_counter())
+        log.step(2, values(), 0.5)
+    assert re.findall(r"(\d+)/10", terminal.getvalue())[-1] == "2"
 
 
 def test_another_process_is_silent(tmp_path, capsys):
