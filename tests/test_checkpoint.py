@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxds import checkpoint, checksum, host
+from maxds.config import Checkpoint
 from maxds.step import TrainState
 
 # Reads that Orbax does not wait for end after their event loop has.
@@ -170,6 +171,17 @@ def test_a_damaged_checkpoint_neither_counts_among_those_to_keep_nor_is_deleted(
             saved.orbax.wait()
     assert {path.name for path in folder.iterdir()} == {"10", "12"}
     assert int(restored(tmp_path / "run").step) == 10
+
+
+def test_checkpoints_are_due_by_steps_and_by_minutes():
+    def policies(**asked):
+        config = dataclasses.replace(tiny.config(), checkpoint=Checkpoint(**asked))
+        return [vars(policy) for policy in checkpoint._save_policy(config).policies]
+
+    assert policies(every_steps=7) == [{"interval": 7}]
+    assert policies(every_steps=None, every_minutes=1.51) == [{"minimum_interval_secs": 91}]
+    assert policies(every_steps=7, every_minutes=2) == [{"interval": 7}, {"minimum_interval_secs": 120}]
+    assert policies(every_steps=None) == []
 
 
 def test_a_checksum_is_that_of_the_array_however_it_is_split():

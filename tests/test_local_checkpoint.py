@@ -5,6 +5,7 @@ import dataclasses
 import re
 import shutil
 import threading
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -124,6 +125,33 @@ def test_what_is_half_written_or_of_a_later_step_is_deleted(tmp_path):
     assert {path.name for path in folder_of(tmp_path).iterdir()} == {"2"}
 
 
+def test_what_is_still_being_written_is_waited_for_before_later_steps_are_deleted(tmp_path):
+    save(tmp_path, 2)
+    gate = threading.Event()
+    with opened(tmp_path) as local:
+        local.pool.submit(gate.wait)
+        local.save(state_of(4), 4, tiny.config(), "data", left_out=0)
+        threading.Timer(0.2, gate.set).start()
+        local.drop_after(2)
+    assert {path.name for path in folder_of(tmp_path).iterdir()} == {"2"}
+
+
+def test_one_that_could_not_be_written_leaves_nothing(tmp_path, monkeypatch):
+    save(tmp_path, 2)
+    with monkeypatch.context() as patch:
+        patch.setattr(np, "save", mock.Mock(side_effect=OSError("no room")))
+        save(tmp_path, 4)
+    assert {path.name for path in folder_of(tmp_path).iterdir()} == {"2"}
+
+
+def test_another_run_has_a_folder_of_its_own(tmp_path):
+    save(tmp_path, 2)
+    places = config.Checkpoint(local_dir=str(tmp_path / "local"), local_every_steps=2)
+    other = dataclasses.replace(tiny.config(), run_dir=str(tmp_path / "another"), checkpoint=places)
+    with local_checkpoint.open_local(other, Log()) as local:  # pyright: ignore[reportArgumentType]
+        assert local is not None and local.steps() == []
+
+
 def test_another_mesh_finds_nothing_and_says_so(tmp_path):
     save(tmp_path, 2)
     log, other = Log(), mesh.make(config.Mesh(data=1, fsdp=4, expert=2))
@@ -168,6 +196,7 @@ def test_it_is_told_once_that_all_have_one_also_if_another_process_took_longer(t
     monkeypatch.setattr(local_checkpoint.mesh_lib, "of_all_processes", lambda own: np.array([own, next(others)]))
     save(tmp_path, 2, 4, 6, 8, log=log)
     assert [said.split(":")[0] for said in log.said] == ["local checkpoint 4 is left out", "local checkpoint 2 saved"]
+    assert {path.name for path in folder_of(tmp_path).iterdir()} == {"2", "6", "8"}  # the one that all have stays
 
 
 def test_what_devices_have_not_others_give_to_the_bit():

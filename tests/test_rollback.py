@@ -147,12 +147,13 @@ class Saves:
     """Stands for saves.Saves and for Checkpoints of every step."""
 
     def __init__(self):
-        self.saved, self.gone_back = self, []
+        self.saved, self.gone_back, self.waited = self, [], None
 
     def wait(self, step):
-        pass
+        self.waited = step
 
     def restore(self, abstract, check, *, until):
+        assert self.waited > until, "a save may be under way"
         return types.SimpleNamespace(step=until)
 
     def go_back(self, step):
@@ -168,6 +169,14 @@ def test_a_run_goes_back_any_number_of_times_as_long_as_it_gets_past_where_it_fa
     rollbacks.restore("abstract", 64, 68)  # pyright: ignore[reportArgumentType]
     with pytest.raises(rollback.RollbackError, match="was of no use"):
         rollbacks.restore("abstract", 50, 54)  # pyright: ignore[reportArgumentType]
+
+
+def test_earlier_steps_that_fail_do_not_make_it_forget_how_far_it_had_been():
+    rollbacks = rollback.Rollbacks(Saves(), 3)  # pyright: ignore[reportArgumentType]
+    for first in (40, 20):
+        rollbacks.restore("abstract", first, first + 4)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(rollback.RollbackError, match="was of no use"):
+        rollbacks.restore("abstract", 30, 34)  # pyright: ignore[reportArgumentType]
 
 
 def test_two_processes_go_back_together(without, tmp_path, program_cache):
