@@ -104,6 +104,20 @@ def test_a_packed_document_gets_what_it_gets_alone(model):
         np.testing.assert_allclose(found[:, :, :count], together[:, :, own], rtol=0, atol=1e-6 * np.abs(together).max())
 
 
+@every_model
+def test_where_what_is_looked_up_is_nothing_gradients_are_numbers(model):
+    streams = np.ones((1, model.hc_mult or 1, 3, model.hidden_size), np.float32)
+    weights = tiny.weights(model).engrams[str(model.engram_layer_ids[-1])]
+
+    def let_in(weights, streams, memory):
+        x = residual.with_streams(residual.enter(model, streams[:, 0]), streams)
+        return jnp.sum(jnp.square(residual.streams(engram.remember(model, weights, x, memory, np.ones((1, 3))))))
+
+    nothing = np.zeros((1, 3, model.engram_dim), np.float32)
+    found = jax.jit(jax.grad(let_in, argnums=(0, 1, 2)))(weights, streams, nothing)
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(found))
+
+
 def test_it_starts_without_a_convolution_and_its_tables_never_decay():
     first = engram.declare(tiny.ENGRAM, 0)
     assert (first.conv.std, first.table.decay, first.table.dims) == (0.0, False, "")

@@ -11,6 +11,7 @@ import pytest
 import tiny
 
 from maxds.model import kernels, moe
+from maxds.model.tiles import groups
 from maxds.quantize import BACKWARD, FORWARD, Quantized, quantize, vjp
 
 
@@ -37,6 +38,24 @@ def test_the_slope_of_v4_s_affinities_is_a_number_wherever_they_are(logit):
     softplus = np.log1p(np.exp(np.float64(logit)))
     expected = 0 if logit < -88 else 0.5 / (1 + np.exp(-np.float64(logit))) / np.sqrt(softplus)
     np.testing.assert_allclose(slope, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("share", [1, 50, 1000, 16 * groups.ROWS - 1, 16 * groups.ROWS, 10**6 + 7])
+@pytest.mark.parametrize(("shards", "capacity"), [(1, 1.5), (8, 1.0), (8, 1.3), (4, 3.9), (4, 9.0)])
+def test_room_for_rows_is_of_eights_or_of_whole_tiles_where_there_are_many_and_not_for_more_than_all(
+    share, shards, capacity
+):
+    pairs, unit = share * shards, groups.ROWS if share >= 16 * groups.ROWS else 8
+    rows, least = moe.rows_at_a_time(pairs, shards, capacity), share * capacity
+    assert rows == pairs <= least + unit or (rows % unit == 0 and least <= rows < least + unit)
+    assert rows <= pairs
+
+
+def test_a_sequence_of_nothing_but_padding_presses_nowhere():
+    c, segments = tiny.V3, np.array([[1] * 6, [0] * 6], np.int32)
+    chosen = np.where(segments.reshape(-1, 1) > 0, np.arange(c.num_experts_per_tok), c.n_routed_experts)
+    found = np.asarray(moe.pressure(c, jnp.asarray(chosen[None]), jnp.asarray(segments)))
+    assert (found[0] > 0).sum() == c.num_experts_per_tok and (found[1] == 0).all()
 
 
 ROWS, TOKENS, CHOICES, WIDTH = 16, 12, 2, 8

@@ -41,6 +41,12 @@ def test_learning_rate_of_deepseek_v3():
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("kind", ["cosine", "wsd", "wsd_cosine", "deepseek_v3"])
+def test_a_warm_up_that_takes_most_of_a_run_is_finished_first(kind):
+    rate = optimizer.learning_rate(Optimizer(lr=1.0, lr_schedule=kind, warmup_steps=19), steps=20)
+    assert [float(rate(step)) for step in range(19)] == pytest.approx([n / 19 for n in range(1, 20)])
+
+
 def test_learning_rate_without_warm_up_starts_at_its_height():
     for kind in ("cosine", "wsd", "wsd_cosine", "deepseek_v3"):
         assert float(optimizer.learning_rate(Optimizer(lr=0.5, lr_schedule=kind), steps=20)(0)) == 0.5
@@ -203,6 +209,12 @@ def test_clipping_bounds_the_norm_of_all_gradients_together():
     norm = np.sqrt(sum(np.sum(g**2) for g in draw(1).values()))
     for name, gradient in draw(1).items():
         np.testing.assert_allclose(found[name], gradient * 0.5 / norm / 1e6, rtol=1e-4)
+
+
+def test_gradients_within_the_limit_are_left_as_they_are():
+    gradients = draw(1)
+    norm = np.float32(np.sqrt(sum(np.sum(g**2) for g in gradients.values())))
+    jax.tree.map(np.testing.assert_array_equal, optimizer.clipped(1.01 * norm, gradients, norm), gradients)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

@@ -21,7 +21,7 @@ from maxds import params
 from maxds.config import Mesh
 from maxds.mesh import AXES
 from maxds.model import kernels, moe, ops, rounded
-from maxds.quantize import BACKWARD, FORWARD, Quantized, dequantized, quantize, vjp
+from maxds.quantize import BACKWARD, FORWARD, Quantized, Scaled, dequantized, named, quantize, vjp
 
 both_formats = pytest.mark.parametrize("dtype", [FORWARD, BACKWARD])
 both_dtypes = pytest.mark.parametrize("compute", [jnp.float32, jnp.bfloat16])
@@ -355,3 +355,23 @@ def test_sums_of_experts_are_not_rounded_and_their_gradients_keep_their_scales()
     np.testing.assert_array_equal(y, exact)
     assert (np.abs(dx - exact_dx) <= rounding(exact_dx, BACKWARD, 1)).all()
     assert (dx != exact_dx).any()
+
+
+def test_the_sum_of_rows_whose_scales_are_still_to_be_multiplied_is_that_of_the_rows():
+    rng = np.random.default_rng(0)
+    a, b = (
+        Scaled(jnp.asarray(rng.integers(-8, 9, (5, 3)), jnp.float32), jnp.exp2(rng.integers(-3, 4, (5, 1))))
+        for _ in range(2)
+    )
+    np.testing.assert_array_equal((a + b).whole(), a.whole() + b.whole())
+
+
+def test_the_largest_numbers_of_float8_are_kept_as_they_are():
+    largest = float(jnp.finfo(FORWARD).max)
+
+    @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.save_only_these_names("kept"))
+    def product(x, w):
+        return jnp.sum(named(x.astype(FORWARD), "kept").astype(jnp.float32) * w)
+
+    x = jnp.asarray([largest, -largest, 1.0])
+    np.testing.assert_array_equal(jax.jit(jax.grad(product, argnums=1))(x, jnp.ones(3)), x)

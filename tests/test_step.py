@@ -386,6 +386,11 @@ def expected_load(stack):
     return seen(tiny.config()).load[stack]
 
 
+def test_imbalance_is_the_load_of_the_busiest_expert_over_the_mean_of_its_layer():
+    load = np.array([[4, 4, 4, 4], [0, 16, 0, 0], [1, 2, 3, 6], [0, 0, 0, 0]], np.int32)  # at last, of padding alone
+    np.testing.assert_allclose(step._imbalance(load), [1, 4, 2, 0])
+
+
 def test_router_bias_balances_a_router_that_does_not_learn():
     scores = jax.nn.sigmoid(
         np.random.default_rng(0).standard_normal((256, 8), np.float32) + np.linspace(-1, 1, 8, dtype=np.float32)
