@@ -13,7 +13,7 @@ from etils import epath
 from google.cloud import storage
 from running import free_port
 
-from maxds import doctor, loader, mesh, shards, step
+from maxds import describe, doctor, loader, mesh, shards, step
 from maxds.config import Config
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -136,6 +136,44 @@ def test_a_state_that_a_device_cannot_hold_is_a_fault_before_anything_is_allocat
     assert "GiB of a device for weights, optimizer and gradients" in doctor.memory(load())
     with pytest.raises(doctor.DoctorError, match=r"optimizer\.state_dtype=bfloat16"):
         doctor.memory(load("model.vocab_size=4_000_000_000"))
+
+
+def needed(config):
+    return sum(describe.held(config, {"data": 2, "fsdp": 2, "expert": 2}).values())
+
+
+def test_devices_of_this_host_share_its_memory(monkeypatch):
+    for room, verdict in ((8 * needed(load()), "ok"), (8 * needed(load()) - 8, "FAULT")):
+        monkeypatch.setattr(doctor.psutil, "virtual_memory", lambda total=room: types.SimpleNamespace(total=total))
+        assert doctor.look("memory", lambda: doctor.memory(load())).verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("stats", "room", "verdict"),
+    [({"bytes_limit": 0}, 94.74 * 2**30, "ok"), (None, 94.74 * 2**30, "ok"), ({"bytes_limit": 2**10}, 2**10, "FAULT")],
+)
+def test_an_accelerator_has_the_memory_that_it_tells_or_else_that_of_its_kind(stats, room, verdict, monkeypatch):
+    device = types.SimpleNamespace(platform="tpu", device_kind="TPU7x", memory_stats=lambda: stats)
+    monkeypatch.setattr(doctor.jax, "local_devices", lambda: [device])
+    finding = doctor.look("memory", lambda: doctor.memory(load()))
+    assert finding.verdict == verdict and f", {room / 2**30:,.2f} of its memory" in finding.text
+
+
+def test_a_folder_that_returns_something_else_is_a_fault(tmp_path, monkeypatch):
+    monkeypatch.setattr(epath, "Path", pathlib.Path)
+    monkeypatch.setattr(pathlib.Path, "read_bytes", lambda _: b"other")
+    with pytest.raises(doctor.DoctorError, match="does not return what was written to it: set another"):
+        doctor.probe(str(tmp_path))
+
+
+def test_of_buckets_and_of_no_folder_it_is_tried_whether_they_can_be_looked_up(tmp_path, monkeypatch):
+    looked_up = []
+    monkeypatch.setattr(doctor, "_look_up", looked_up.append)
+    doctor.probe(str(tmp_path))
+    assert looked_up == []
+    monkeypatch.setattr(epath, "Path", lambda url: pathlib.Path(url.replace("gs://bucket", str(tmp_path))))
+    doctor.probe("gs://bucket/run")
+    assert looked_up == [tmp_path / "run"]
 
 
 def test_a_folder_of_local_checkpoints_that_is_too_small_is_a_fault(tmp_path, monkeypatch):

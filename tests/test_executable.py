@@ -3,9 +3,11 @@
 import functools
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
+import jax
 import pytest
 from running import ONE_LAYER
 
@@ -85,6 +87,15 @@ def test_of_another_program_the_difference_is_told(written, override, told):
         executable.load(str(written), stepper(override))
     assert told in str(error.value) and "train without --aot" in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_of_devices_in_another_order_and_of_other_flags_the_difference_is_told(written, monkeypatch):
+    config, _ = loader.load(Config, TINY, ONE_LAYER)
+    turned = step.make(config, mesh.make(config.mesh, jax.devices()[::-1]))
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--xla_other=1")
+    with pytest.raises(executable.ExecutableError) as error:
+        executable.load(str(written), turned)
+    assert re.search(r"environment\.LIBTPU_INIT_ARGS: \[\] -> \[--xla_other=1\]; device_order: ", str(error.value))
 
 
 def test_another_version_of_the_compiler_is_refused(written, tmp_path):

@@ -252,6 +252,7 @@ def test_the_value_of_an_override_may_hold_an_equals_sign(load):
     [
         ("steps=ten", "steps must be an integer, not ten"),
         ("steps='10'", "steps must be an integer, not '10'"),
+        ('steps="10"', "steps must be an integer, not '10'"),
         ("steps=1.5", "steps must be an integer, not 1.5"),
         ("steps=1e23", "steps must be an integer, not 1e23"),
         ("steps=true", "steps must be an integer, not true"),

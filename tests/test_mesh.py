@@ -1,6 +1,7 @@
 """Meshes: derived sizes, what is refused, and how processes are told that they are several."""
 
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -28,6 +29,27 @@ def test_a_mesh_that_does_not_fit_the_devices_is_refused_with_the_numbers(config
     with pytest.raises(mesh.MeshError) as error:
         mesh.sizes(config, 8)
     assert "does not fit the 8 devices present" in str(error.value)
+
+
+def test_a_mesh_that_is_refused_is_told_what_would_divide():
+    with pytest.raises(mesh.MeshError, match=r"the fixed axes multiply to 12; .* divide 8: try 4$"):
+        mesh.sizes(Mesh(data=12, fsdp=-1), 8)
+
+
+@pytest.mark.parametrize(("rows", "group"), [(1, 1), (15, 1), (40, 1), (40, 4), (3, 4), (5, 8)])
+def test_a_batch_that_devices_cannot_share_is_told_the_nearest_that_they_can(rows, group):
+    def check(rows):
+        mesh.check_rows(8, rows, per_device=2, what="rows", group=group)
+
+    unit = 8 // group * 2  # of each device, or of those that share sequences
+    if rows % unit == 0:
+        return check(rows)
+    with pytest.raises(mesh.MeshError, match=f"rows={rows} does not give each of the ") as error:
+        check(rows)
+    low, high = map(int, re.search(r"try (\d+) or (\d+)$", str(error.value)).groups())  # pyright: ignore
+    assert (low % unit, high % unit) == (0, 0) and rows < high <= rows + unit
+    assert high - unit < rows and low in (high, high - unit) and low > 0
+    check(low)
 
 
 class Slice:

@@ -119,6 +119,20 @@ def test_weights_in_host_memory_come_twice_a_step_and_go_once():
     assert moved.seconds == pytest.approx((2 * 2 + 3) * held_of_weights(base) / 1e9, rel=1e-3)
 
 
+def test_weights_that_are_split_over_more_devices_travel_further(monkeypatch):
+    """They are gathered twice and gradients scattered once, for each part: all but the share that a device has."""
+    links = {("fsdp",): types.SimpleNamespace(bandwidth=1e6)}
+    monkeypatch.setattr(remedies, "Network", lambda *_: types.SimpleNamespace(link=links.__getitem__))
+    base = tiny.config(kind="plain", mesh=MESH, optimizer={"accumulate_steps": 2})
+    found = remedies.changes(tiny.stepper(base), CHIP, PEAK, 1)
+    (wider,) = (change for change in found if change.overrides == ("mesh.data=1", "mesh.fsdp=4"))
+    weights = jax.tree.leaves(tiny.stepper(base).abstract_state.params)
+    split = [w for w in weights if "fsdp" in str(w.sharding.spec)]
+    whole = sum(2 * math.prod(w.sharding.shard_shape(w.shape)) for w in split)
+    assert 0 < len(split) < len(weights)
+    assert wider.seconds == pytest.approx(2 * (3 / 4 - 1 / 2) * whole * 3 * 4 / 1e6)
+
+
 def test_what_layers_keep_is_the_same_with_weights_in_host_memory():
     away = dataclasses.replace(BASE.optimizer, state_memory="host", params_memory="host")
     kept = tiny.stepper(dataclasses.replace(BASE, optimizer=away)).kept_bytes

@@ -126,6 +126,7 @@ def test_the_prompt_must_suit_the_model(run):
     config, tokenizer = trained.read_config(str(run)), load_tokenizer("bytes")
     with pytest.raises(trained.UseError, match=r"a prompt of 3 tokens and tokens=30 more exceed .*=32; ask for 29"):
         generate.encode(config.model, tokenizer, Sample(prompt="abc", tokens=30))
+    assert generate.encode(config.model, tokenizer, Sample(prompt="abc", tokens=29)).tolist() == [97, 98, 99]
     small = dataclasses.replace(config.model, vocab_size=99)
     with pytest.raises(trained.UseError, match=r"tokens up to 99, beyond model\.vocab_size=99"):
         generate.encode(small, tokenizer, Sample(prompt="abc", tokens=1))
@@ -146,6 +147,12 @@ def test_tokens_must_suit_the_model(run, tmp_path, tokens, message):
     path = save(tmp_path / "tokens.npy", tokens)
     with pytest.raises(trained.UseError, match=message):
         score.read_tokens(path, trained.read_config(str(run)).model)
+
+
+def test_tokens_up_to_the_last_of_the_vocabulary_and_of_positions_are_taken(run, tmp_path):
+    tokens = np.full((2, 32), 256, np.uint16)
+    found = score.read_tokens(save(tmp_path / "tokens.npy", tokens), trained.read_config(str(run)).model)
+    assert found.dtype == np.int32 and (found == tokens).all()
 
 
 def test_what_is_not_an_array_is_refused(run, tmp_path):
