@@ -7,6 +7,7 @@ small integers of nanoseconds.
 import base64
 import dataclasses
 import itertools
+import pathlib
 import re
 import types
 from xml.etree import ElementTree
@@ -15,10 +16,13 @@ import jax
 import numpy as np
 import pytest
 
+from maxds import flops, loader
 from maxds import host as host_lib
 from maxds.aot import cost, fit, hlo, network, picture, report, timeline, topology
 from maxds.aot.topology import GIB
+from maxds.config import Config
 
+CONFIGS = pathlib.Path(__file__).parents[1] / "configs"
 CHIP = topology.Chip("toy", 1, 1e9, 1e9, 1e9, 1e9, 1e9, 1e9, 0.5e9, 4)
 MESH = {"data": 2, "fsdp": 2, "expert": 2}
 GATHER = "replica_groups={{0,2},{1,3},{4,6},{5,7}}, dimensions={0}"  # over fsdp
@@ -109,6 +113,14 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 """
     module = hlo.parse(text)
     assert module.sources(module.entry.root) == ["b.py:20", "a.py:10"]
+
+
+def test_a_program_says_how_many_devices_run_it_and_what_it_may_overwrite():
+    text = (
+        "HloModule toy, num_partitions=8, input_output_alias={ {0}: (2, {}, may-alias), {1, 0}: (0, {}, must-alias) }"
+    )
+    module = hlo.parse(f"{text}\n\nENTRY %main (p: f32[8]) -> f32[8] {{\n  ROOT %p = f32[8]{{0}} parameter(0)\n}}\n")
+    assert (module.partitions, module.donated) == (8, {0, 2})
 
 
 def test_what_is_no_program_is_refused():
@@ -207,7 +219,8 @@ def test_a_permutation_takes_the_link_between_its_devices():
 def test_a_part_of_an_axis_has_the_links_of_its_own_devices_only():
     chip = topology.CHIPS["TPU v5"]
     links = network.Network(torus(4, 4, 8, chip), chip, 128)
-    for group, ways in ((range(8), 2), (range(0, 32, 8), 2), (range(32), 4)):  # along z, along y, both
+    # Along z, along y, both; and a part of a ring, which closes over others' links.
+    for group, ways in ((range(8), 2), (range(0, 32, 8), 2), (range(32), 4), (range(4), 1)):
         over = f"replica_groups={{{{{','.join(map(str, group))}}}}}"
         gather = links.route(collective("all-gather", "f32[1000]{0}", over), "all-gather")
         assert gather.axes == ("fsdp",)
@@ -216,6 +229,7 @@ def test_a_part_of_an_axis_has_the_links_of_its_own_devices_only():
         "2 along z",
         "2 along y",
         "2 along y + 2 along z",
+        "1 along z",
     ]
 
 
@@ -232,7 +246,8 @@ def test_collectives_move_all_but_a_device_s_own_share():
     reduce = links.route(collective("all-reduce", "f32[100]{0}", over), "all-reduce")
     start = collective("all-gather-start", "(f32[50]{0}, f32[100]{0})", over)
     assert gather.bytes == scatter.bytes == links.route(start, "all-gather").bytes == 200
-    assert reduce.bytes == 400
+    start = collective("all-reduce-start", "f32[100]{0}", over)  # which returns no operands
+    assert reduce.bytes == links.route(start, "all-reduce").bytes == 400
     assert gather.seconds == 200 / (chip.ici / 2)
     assert (gather.axes, gather.network, gather.lanes) == (("fsdp",), "ici", ("ici fsdp",))
 
@@ -241,6 +256,8 @@ def test_collectives_move_all_but_a_device_s_own_share():
 def test_what_is_summed_with_other_slices_takes_the_dcn(slices, times):
     chip = topology.CHIPS["TPU v5"]
     links = network.Network(torus(slices, 2, 2, chip), chip, 4)
+    gather = links.route(collective("all-gather", "f32[100]{0}", "replica_groups={}"), "all-gather")
+    assert (gather.axes, gather.network, gather.bytes) == (("fsdp",), "ici", 300)  # of one slice
     sent = links.route(collective("send", "(f32[100]{0}, u32[], token[])", "channel_id=1"), "send")
     assert (sent.axes, sent.network, sent.bytes) == (("data",), "dcn", 400 * times)
     assert sent.seconds == sent.bytes / chip.dcn
@@ -428,6 +445,73 @@ def test_what_is_sent_without_a_name_is_told_by_what_made_it():
     assert (told["name"], told["source"]) == ("g", "x.py:5") and told["op_name"].endswith("ecd,edf->ecf/dot_general")
 
 
+def test_so_it_may_if_the_counter_is_copied_and_is_not_the_first_of_its_state():
+    condition = """%condition (c: (s32[], s32[])) -> pred[] {
+  %c = (s32[], s32[]) parameter(0)
+  %i = s32[] get-tuple-element(%c), index=1
+  %n = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}"""
+    body = f"""%body (x: (s32[], s32[])) -> (s32[], s32[]) {{
+  %x = (s32[], s32[]) parameter(0)
+  %a = f32[8]{{0}} add(%x, %x), {cycles(7)}
+  ROOT %r = (s32[], s32[]) tuple(%x)
+}}"""
+    entry = """
+  %zero = s32[] constant(0)
+  %two = s32[] constant(2)
+  %copied = s32[] copy(%two), backend_config={"window_config":{"estimated_cycles":"0"}}
+  %t = (s32[], s32[]) tuple(%zero, %copied)
+  ROOT %w = (s32[], s32[]) while(%t), condition=%condition, body=%body"""
+    assert ns(walk(program(entry, condition, body)).step) == 3 * 7
+
+
+def test_a_loop_s_comparison_may_be_within_a_fusion():
+    body = f"  %x = (s32[]) parameter(0)\n  ROOT %a = (s32[]) tuple(%x), {cycles(7)}"
+    compared = """%compared (i: s32[], n: s32[]) -> pred[] {
+  %i = s32[] parameter(0)
+  %n = s32[] parameter(1)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}"""
+    condition, body = loop(body)
+    condition = condition.replace("compare(%i, %n), direction=LT", "fusion(%i, %n), kind=kLoop, calls=%compared")
+    assert walk(program(WHILE, compared, condition, body)).loops["body"].trips == 5
+
+
+def test_what_a_loop_calls_and_the_branch_it_takes_count_in_each_trip():
+    def called(name, n):
+        add = f"  ROOT %{name}_a = f32[8]{{0}} add(%{name}_x, %{name}_x), {cycles(n)}"
+        return f"%{name} (x: f32[8]) -> f32[8] {{\n  %{name}_x = f32[8]{{0}} parameter(0)\n{add}\n}}"
+
+    body = """  %x = (s32[]) parameter(0)
+  %c = f32[8]{0} call(%x), to_apply=%sub
+  %b = f32[8]{0} conditional(%x, %x, %x), branch_computations={%one, %two}
+  ROOT %r = (s32[]) tuple(%x)"""
+    found = walk(program(WHILE, called("sub", 3), called("one", 5), called("two", 90), *loop(body)))
+    assert (ns(found.step), ns(found.compute_seconds)) == (5 * 93, 5 * 93)
+    assert found.instructions["sub_a"].times == found.instructions["two_a"].times == 5
+
+
+def test_a_lane_that_a_loop_leaves_busy_is_busy_after_all_its_trips():
+    body = f"""  %x = (s32[], (f32[8]{{0}}, f32[10]{{0}})) parameter(0)
+  %h = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%x), index=1
+  %d = f32[10]{{0}} all-gather-done(%h)
+  %s = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%d), {GATHER}
+  %a = f32[8]{{0}} add(%d, %d), {cycles(10)}
+  %i = s32[] get-tuple-element(%x), index=0
+  ROOT %r = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%i, %s)"""
+    entry = f"""
+  %p = f32[8]{{0}} parameter(0)
+  %first = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%p), {GATHER}
+  %t = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%p, %first)
+  %w = (s32[], (f32[8]{{0}}, f32[10]{{0}})) while(%t), condition=%condition, body=%body
+  %last = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%w), index=1
+  %u = f32[10]{{0}} all-reduce-start(%p), {GATHER}
+  %d2 = f32[10]{{0}} all-gather-done(%last)
+  ROOT %e = f32[10]{{0}} all-reduce-done(%u)"""
+    assert ns(walk(program(entry, *loop(body))).step) == 6 * 72 + 40  # one after the other
+
+
 def test_a_loop_that_runs_as_often_as_the_data_says_counts_as_none_aloud():
     body = f"  %x = (s32[]) parameter(0)\n  ROOT %a = (s32[]) tuple(%x), {cycles(7)}"
     found = walk(program(WHILE, *loop(body, "get-tuple-element(%c), index=0")))
@@ -473,6 +557,29 @@ def test_the_slowest_branch_of_a_conditional_counts():
   %p = f32[8]{0} parameter(0)
   ROOT %c = f32[8]{0} conditional(%p, %p, %p), branch_computations={%one, %two}"""
     assert ns(walk(program(entry, branch("one", 5), branch("two", 90))).step) == 90
+
+
+def test_branches_that_are_tried_leave_no_lane_busy():
+    def branch(name, line):
+        return f"%{name} (x: f32[8]) -> f32[10] {{\n  %x = f32[8]{{0}} parameter(0)\n  ROOT %{name}_r = {line}\n}}"
+
+    one = branch("one", f"f32[10]{{0}} all-gather(%x), {GATHER}")
+    two = branch("two", f"f32[10]{{0}} add(%x, %x), {cycles(5)}")
+    entry = """
+  %p = f32[8]{0} parameter(0)
+  ROOT %c = f32[10]{0} conditional(%p, %p, %p), branch_computations={%one, %two}"""
+    assert ns(walk(program(entry, one, two)).step) == 40
+
+
+def test_copies_into_vmem_count_among_the_bytes_of_hbm_and_those_to_the_host_do_not():
+    module = program("""
+  %p = f32[8]{0} parameter(0)
+  %s = (f32[8]{0:S(1)}, f32[8]{0}, u32[]) copy-start(%p)
+  %d = f32[8]{0:S(1)} copy-done(%s)
+  %t = (f32[4]{0:S(5)}, f32[4]{0}, u32[]) copy-start(%p)
+  ROOT %e = f32[4]{0:S(5)} copy-done(%t)""")
+    found = walk(module)
+    assert (found.hbm_bytes, found.others[timeline.HOST_DMA].bytes) == (32, 16)
 
 
 def test_copies_to_the_host_run_beside_the_compute():
@@ -570,12 +677,21 @@ def test_flops_of_a_batched_product_are_not_those_of_its_window():
     assert cost.Costs(module, CHIP, 1e9).of(module.entry, module.entry.root).flops == 8 * 2 * 64 * 16 * 32
 
 
+def test_taps_of_a_convolution_that_meet_padding_are_not_multiplied():
+    """Every other of 8 tokens sees itself and the three before: of 16 pairs, 3 + 1 are with what is not there."""
+    module = program("""
+  %x = bf16[2,8,16]{2,1,0} parameter(0)
+  %w = bf16[4,16,32]{2,1,0} parameter(1)
+  ROOT %r = bf16[2,4,32]{2,1,0} convolution(%x, %w), window={size=4 stride=2 pad=3_0}, dim_labels=b0f_0io->b0f""")
+    assert cost.Costs(module, CHIP, 1e9).of(module.entry, module.entry.root).flops == 2 * 2 * (16 - 4) * 16 * 32
+
+
 def test_taps_that_meet_values_are_those_of_a_table_of_all_pairs():
-    extents = (1, 4), (1, 3, 5), (1, 4), (1, 3), (0, 2), (1, 3)
-    for values, taps, outputs, stride, before, gap in itertools.product(*extents):
-        place = np.arange(outputs)[:, None] * stride + np.arange(taps) - before
+    extents = (1, 4), (1, 3, 5), (1, 4), (1, 3), (0, 2), (1, 3), (1, 2)
+    for values, taps, outputs, stride, before, gap, spread in itertools.product(*extents):
+        place = np.arange(outputs)[:, None] * stride + np.arange(taps) * spread - before
         met = (place % gap == 0) & (place >= 0) & (place <= (values - 1) * gap)
-        assert cost._taps(values, taps, outputs, (stride, before, gap, 1)) == met.sum()
+        assert cost._taps(values, taps, outputs, (stride, before, gap, spread)) == met.sum()
     many = 2**15  # a batch that is a window; the table would take gigabytes
     assert cost._taps(many, many, many, (many - 1, 0, many, 1)) == many
 
@@ -674,6 +790,8 @@ def test_bytes_are_those_of_hbm():
     assert only("bf16[64,32]{1,0:S(1)} copy(%y)").hbm_bytes == 0
     assert only("bf16[64,32]{1,0} copy(%y)").hbm_bytes == 64 * 32 * 2
     assert only("bf16[2,16]{1,0} dynamic-slice(%x, %w)").hbm_bytes == 2 * 64
+    assert only("bf16[64,32]{1,0} dynamic-update-slice(%g, %w)").hbm_bytes == 2 * 16 * 32 * 2
+    assert only("bf16[64,32]{1,0} scatter(%g, %x, %w), to_apply=%c").hbm_bytes == 2 * 16 * 32 * 2
 
 
 def test_a_fusion_reads_the_slices_that_it_takes_and_writes_what_it_updates():
@@ -718,6 +836,85 @@ def test_a_loop_works_in_what_it_is_given():
     peak, buffers = fit.largest(program(entry, *loop(body)))
     assert peak == 400 + 4 + 1200
     assert buffers[0].instruction.name == "big"
+
+
+def test_a_parameter_that_is_donated_ends_where_it_was_last_read_and_another_stays_the_caller_s():
+    module = program("""
+  %p = f32[100]{0} parameter(0)
+  %a = f32[100]{0} negate(%p)
+  %b = f32[100]{0} negate(%a)
+  ROOT %c = f32[100]{0} negate(%b)""")
+    assert fit.largest(module)[0] == 3 * 400
+    assert fit.largest(dataclasses.replace(module, donated=frozenset({0})))[0] == 2 * 400
+
+
+def test_what_a_program_returns_lives_to_its_end_and_naming_one_of_two_does_not_keep_the_other():
+    module = program("""
+  %p = f32[1]{0} parameter(0)
+  %r = f32[100]{0} broadcast(%p)
+  %w = (f32[300]{0}, f32[10]{0}) custom-call(%p)
+  %a = f32[300]{0} get-tuple-element(%w), index=0
+  %b = f32[20]{0} slice(%a)
+  %t = f32[200]{0} broadcast(%p)
+  %c = f32[10]{0} get-tuple-element(%w), index=1
+  ROOT %out = (f32[100]{0}, f32[20]{0}, f32[200]{0}, f32[10]{0}) tuple(%r, %b, %t, %c)""")
+    peak, buffers = fit.largest(module)
+    assert peak == 4 * (1 + 100 + 300 + 10 + 20)  # and at the end 1 + 100 + 10 + 20 + 200
+    assert [(b.instruction.name, b.shape) for b in buffers[:2]] == [("w", "f32[300]"), ("r", "f32[100]")]
+
+
+@pytest.mark.parametrize(
+    ("start", "done", "expected"),
+    [
+        ("(f32[100]{0:S(1)}, f32[100]{0}, u32[]{:S(1)}) copy-start", "f32[100]{0:S(1)} copy-done", 8 + 1200),
+        ("(f32[100]{0}, f32[200]{0}) all-gather-start", "f32[200]{0} all-gather-done", 8 + 800 + 1200),
+        ("f32[200]{0} all-reduce-start", "f32[200]{0} all-reduce-done", 8 + 800 + 1200),
+    ],
+)
+def test_a_transfer_makes_room_for_what_arrives_and_ends_the_need_of_what_was_sent(start, done, expected):
+    module = program(f"""
+  %p = f32[1]{{0}} parameter(0)
+  %a = f32[100]{{0}} broadcast(%p)
+  %s = {start}(%a)
+  %d = {done}(%s)
+  %b = f32[300]{{0}} broadcast(%p)
+  ROOT %c = f32[1]{{0}} add(%b, %d)""")
+    assert fit.largest(module)[0] == expected
+
+
+@pytest.mark.parametrize(
+    ("root", "said", "expected"),
+    [
+        ("dynamic-update-slice(%b, %a)", "", 8 + 2000 + 1200),
+        ("add(%a, %b)", ", output_to_operand_aliasing={{}: (1, {})}", 8 + 2000 + 1200),
+        ("add(%a, %b)", "", 4 + 2 * 2000),
+    ],
+)
+def test_a_fusion_that_updates_in_place_makes_no_room(root, said, expected):
+    inner = f"""%fused (a: f32[1], b: f32[500]) -> f32[500] {{
+  %a = f32[1]{{0}} parameter(0)
+  %b = f32[500]{{0}} parameter(1)
+  ROOT %u = f32[500]{{0}} {root}
+}}"""
+    entry = f"""
+  %p = f32[1]{{0}} parameter(0)
+  %big = f32[500]{{0}} broadcast(%p)
+  %f = f32[500]{{0}} fusion(%p, %big), kind=kLoop, calls=%fused{said}
+  %more = f32[300]{{0}} broadcast(%p)
+  ROOT %r = f32[1]{{0}} add(%f, %more)"""
+    assert fit.largest(program(entry, inner))[0] == expected
+
+
+def test_of_branches_the_one_that_needs_most_counts():
+    def branch(name, n):
+        lines = f"  %{name}_x = f32[1]{{0}} parameter(0)\n  %{name}_t = f32[{n}]{{0}} broadcast(%{name}_x)"
+        return f"%{name} (x: f32[1]) -> f32[1] {{\n{lines}\n  ROOT %{name}_r = f32[1]{{0}} slice(%{name}_t)\n}}"
+
+    entry = """
+  %p = f32[1]{0} parameter(0)
+  ROOT %c = f32[1]{0} conditional(%p, %p, %p), branch_computations={%one, %two}"""
+    peak, buffers = fit.largest(program(entry, branch("one", 100), branch("two", 300)))
+    assert (peak, buffers[0].instruction.name) == (4 + 4 + 1200, "two_t")
 
 
 @pytest.mark.parametrize(("told", "expected"), [(130, 93), (200, 116), (0, None)])
@@ -790,6 +987,48 @@ def test_a_late_refusal_names_the_largest_temporaries():
     assert found.allocations == (first, fit.Allocation(406 * 2**20, "f32[58,128]", ""))
 
 
+# ------------------------------------------------------------------------------------------ report
+
+
+def target(*overrides, **changes):
+    config, _ = loader.load(Config, CONFIGS / "quickstart.yaml", overrides)
+    chip = dataclasses.replace(CHIP, family="v5p", per_chip=2)
+    return dataclasses.replace(report.Target(config, MESH, "toy", 1, "toy", chip, 1e15, {}), **changes)
+
+
+def test_the_figures_of_a_step_are_those_of_its_timeline():
+    module = program(f"""
+  %p = f32[8]{{0}} parameter(0)
+  %x = bf16[64,16]{{1,0}} parameter(1)
+  %w = bf16[16,32]{{1,0}} parameter(2)
+  %y = bf16[64,32]{{1,0}} dot(%x, %w), lhs_contracting_dims={{1}}, rhs_contracting_dims={{0}}, {cycles(1000)}
+  %g = f32[10]{{0}} all-gather(%p), {GATHER}
+  %h = f32[20]{{0}} all-reduce(%p), replica_groups={{{{0,1,2,3}},{{4,5,6,7}}}}
+  ROOT %i = f32[20]{{0}} all-reduce(%p), replica_groups={{{{0,1}},{{2,3}},{{4,5}},{{6,7}}}}""")
+    found = report.cost(target(), module, walk(module), types.SimpleNamespace(used={}))
+    step, tokens, executed, moved = 1200e-9, 16 * 256 / 8, 2 * 64 * 16 * 32, 2 * (64 * 16 + 16 * 32 + 64 * 32)
+    model = tokens * flops.per_token(target().config.model, 256)["total"]
+    assert found["step_seconds"] == pytest.approx(step)
+    assert found["tokens_per_second_per_device"] == pytest.approx(tokens / step)
+    assert found["tokens_per_second_per_chip"] == pytest.approx(2 * tokens / step)
+    assert found["mfu"] == pytest.approx(model / (step * 1e15))
+    assert found["exposed_communication_fraction"] == pytest.approx(200 / 1200)
+    assert (found["executed_flops"], found["hbm_bytes"], found["ici_bytes"]) == (executed, moved, 200)
+    assert found["roofline_seconds"] == pytest.approx(
+        {"model_flops": model / 1e15, "executed_flops": executed / 1e15, "hbm": moved / 1e9}
+        | {"ici": 160e-9, "die": 0, "dcn": 0}  # over `expert`: 80 with `fsdp`, and 80
+    )
+    assert [(e["collective"], e["axes"]) for e in found["collectives"]][-1] == ("all-gather", ["fsdp"])  # the shortest
+    assert [e["name"] for e in found["most_exposed"]] == ["h", "i", "g"]
+    assert [(e["operation"], e["seconds"]) for e in found["slowest"]] == [("dot", pytest.approx(1000e-9))]
+
+
+@pytest.mark.parametrize(("capacity", "filled"), [(1.25, 0.8), (4.0, 0.5), (2.0, 0.5)])
+def test_of_the_rows_that_there_is_room_for_tokens_fill_their_even_share(capacity, filled):
+    """A device makes room for no more than all of them, of both devices along `expert`."""
+    assert target(f"schedule.capacity={capacity}").filled == filled
+
+
 # ----------------------------------------------------------------------------------------- picture
 
 
@@ -832,6 +1071,14 @@ def test_a_layer_is_drawn_of_the_innermost_loop_that_has_stages():
     entry = WHILE.replace("body=%body", "body=%part")
     [(title, start, end)] = picture._panels(walk(program(entry, condition, body, parts)))
     assert (title, ns(end - start)) == ("one layer forward, of 5 like it", 100)
+
+
+def test_runs_of_one_stage_are_one_bar_and_waiting_is_one_of_its_own():
+    def event(start, seconds, stage, exposed=False):
+        return timeline.Event(start, seconds, timeline.COMPUTE, None, "add", stage, exposed)  # pyright: ignore
+
+    events = [event(0, 10, "a"), event(10, 10, "a"), event(12, 3, "a"), event(20, 10, "b"), event(30, 15, "b", True)]
+    assert picture._merged(events, 5, 40) == [(0, 15, "a", False), (15, 10, "b", False), (25, 10, "b", True)]
 
 
 @pytest.fixture(scope="module")
