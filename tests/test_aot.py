@@ -512,6 +512,32 @@ def test_a_lane_that_a_loop_leaves_busy_is_busy_after_all_its_trips():
     assert ns(walk(program(entry, *loop(body))).step) == 6 * 72 + 40  # one after the other
 
 
+def test_a_loop_within_a_loop_hands_its_own_last_transfer_on():
+    def layers(given, end):
+        return f"""  %x = (s32[], (f32[8]{{0}}, f32[10]{{0}})) parameter(0)
+  %h = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%x), index=1
+  %d = f32[10]{{0}} all-gather-done(%h)
+  %s = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%d), {GATHER}
+  %i = s32[] get-tuple-element(%x), index=0
+{given}
+  ROOT %r = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%i, %{end})"""
+
+    inner = loop(layers(f"  %a = f32[8]{{0}} add(%d, %d), {cycles(50)}", "s"))
+    inner = (text.replace("%body", "%inner").replace("%condition", "%until") for text in inner)
+    outer = """  %t = (s32[], (f32[8]{0}, f32[10]{0})) tuple(%i, %s)
+  %v = (s32[], (f32[8]{0}, f32[10]{0})) while(%t), condition=%until, body=%inner
+  %k = (f32[8]{0}, f32[10]{0}) get-tuple-element(%v), index=1"""
+    entry = f"""
+  %p = f32[8]{{0}} parameter(0)
+  %first = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%p), {GATHER}
+  %t = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%p, %first)
+  %w = (s32[], (f32[8]{{0}}, f32[10]{{0}})) while(%t), condition=%condition, body=%body
+  %last = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%w), index=1
+  ROOT %e = f32[10]{{0}} all-gather-done(%last)"""
+    found = walk(program(entry, *inner, *loop(layers(outer, "k"))))
+    assert ns(found.step) == ns(found.communication) == 72 * (1 + 5 * (1 + 5))  # each is waited for
+
+
 def test_a_loop_that_runs_as_often_as_the_data_says_counts_as_none_aloud():
     body = f"  %x = (s32[]) parameter(0)\n  ROOT %a = (s32[]) tuple(%x), {cycles(7)}"
     found = walk(program(WHILE, *loop(body, "get-tuple-element(%c), index=0")))
@@ -861,6 +887,14 @@ def test_what_a_program_returns_lives_to_its_end_and_naming_one_of_two_does_not_
     peak, buffers = fit.largest(module)
     assert peak == 4 * (1 + 100 + 300 + 10 + 20)  # and at the end 1 + 100 + 10 + 20 + 200
     assert [(b.instruction.name, b.shape) for b in buffers[:2]] == [("w", "f32[300]"), ("r", "f32[100]")]
+
+
+def test_what_a_program_returns_lives_on_though_other_things_are_done_after_it():
+    module = program("""
+  %p = f32[1]{0} parameter(0)
+  ROOT %r = f32[100]{0} broadcast(%p)
+  %a = f32[300]{0} broadcast(%p)""")
+    assert fit.largest(module)[0] == 4 + 400 + 1200
 
 
 @pytest.mark.parametrize(
