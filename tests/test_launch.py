@@ -351,7 +351,8 @@ def test_hosts_have_four_chips(name, hosts, devices):
     [
         ("topology: tpu7:4x4x4", "no TPU is named tpu7; did you mean tpu7x? (for example tpu7x:4x4x8)"),
         ("topology: tpu7x:8x8x4", "and multiples of 4 that ascend; try tpu7x:4x8x8"),
-        *((f"topology: v5p:{extents}", "GKE has no such slice") for extents in ("4x4x6", "4x4", "0x4x4")),
+        ("topology: v5p:4x4x6", "GKE has no such slice"),
+        *((f"topology: v5p:{extents}", "give chips as v5p:4x4x8") for extents in ("4x4", "0x4x4")),
         ("topology: v6e:3x3", "of v6e it has 2x2, 2x4, 4x4, 4x8, 8x8, 8x16, 16x16"),
         ("slices: 0", "slices=0 must be positive"),
         ("slice: 2", "unknown key slice; did you mean slices?"),
