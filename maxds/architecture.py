@@ -6,7 +6,7 @@ Keys carry the names of the official Hugging Face `config.json` files, so that t
 import math
 from typing import Literal
 
-from maxds.section import require, section
+from maxds.section import positive, require, section
 
 LATENT_KEYS = "kv_lora_rank qk_nope_head_dim v_head_dim"
 ENGRAM_ROWS = 2_000_000_000  # of the tables of a layer: they are numbered in 32 bits
@@ -29,7 +29,16 @@ class RopeScaling:
     mscale_all_dim: float = 0.0
 
     def __post_init__(self):
-        require((self.factor >= 1, f"factor={self.factor} must be at least 1"))
+        require(
+            (self.factor >= 1, f"factor={self.factor} must be at least 1"),
+            *positive(self, "original_max_position_embeddings beta_slow"),
+            (
+                self.beta_fast >= self.beta_slow,
+                f"beta_fast={self.beta_fast} must not be less than beta_slow={self.beta_slow}",
+            ),
+            (self.mscale >= 0, f"mscale={self.mscale} must not be negative"),
+            (self.mscale_all_dim >= 0, f"mscale_all_dim={self.mscale_all_dim} must not be negative"),
+        )
 
 
 @section
@@ -100,17 +109,18 @@ class Model:
     tie_word_embeddings: bool = False
 
     def __post_init__(self):
-        counts = (
+        always = (
             "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads qk_rope_head_dim "
             "n_routed_experts num_experts_per_tok n_group topk_group index_n_heads index_head_dim "
-            "max_position_embeddings"
-        ).split()
+            "max_position_embeddings routed_scaling_factor rms_norm_eps rope_theta compress_rope_theta "
+            "initializer_range"
+        )
         latent, compressed = (tuple(keys.split()) for keys in (LATENT_KEYS, COMPRESSED_KEYS))
         needed, unused = (latent, compressed) if self.compress_ratios is None else (compressed, latent)
         dense = ("intermediate_size",) if self.first_k_dense_replace else ()
         kind = "null" if self.compress_ratios is None else "set"
         require(
-            *((getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive") for k in (*counts, *dense, *needed)),
+            *positive(self, " ".join([always, *dense, *needed])),
             *(
                 (getattr(self, k) == 0, f"{k}={getattr(self, k)} has no effect with compress_ratios {kind}")
                 for k in unused
@@ -227,9 +237,8 @@ class Model:
                 (not sizes, f"engram_vocab_size={list(sizes)} has no effect without engram_layer_ids"),
                 (classes is None, f"engram_compressed_vocab_size={classes} has no effect without engram_layer_ids"),
             )
-        counts = "engram_n_heads engram_head_dim engram_kernel_size".split()
         return (
-            *((getattr(self, k) > 0, f"{k}={getattr(self, k)} must be positive") for k in counts),
+            *positive(self, "engram_n_heads engram_head_dim engram_kernel_size"),
             (self.engram_seed >= 0, f"engram_seed={self.engram_seed} must not be negative"),
             (
                 list(layers) == sorted(set(layers)) and layers[0] >= 0 and layers[-1] < self.num_hidden_layers,

@@ -387,6 +387,19 @@ ONE_GROUP = "model.n_group=1 model.topk_group=1 loss.router_bias_rate=0 model.to
         ("mesh.expert", "16", "32", "is not divisible by mesh.expert=32; try mesh.expert=16"),
         ("model.rope_scaling", *(f"{{factor: {n}, {YARN}}}" for n in (1, 0.9)), "factor=0.9 must be at least 1"),
         ("model.vocab_size", "257", "0", "vocab_size=0 must be positive"),
+        *(
+            (f"model.{key}", "1e-9", "0", f"{key}=0.0 must be positive")
+            for key in ("routed_scaling_factor", "rms_norm_eps", "rope_theta", "initializer_range")
+        ),
+        *(
+            ("model.rope_scaling", *(f"{{factor: 2, {YARN}, {key}: {n}}}" for n in values), told)
+            for key, values, told in (
+                ("beta_slow", (0.1, 0), "beta_slow=0.0 must be positive"),
+                ("beta_fast", (1, 0.9), "beta_fast=0.9 must not be less than beta_slow=1.0"),
+                ("mscale", (0, -1), "mscale=-1.0 must not be negative"),
+                ("mscale_all_dim", (0, -1), "mscale_all_dim=-1.0 must not be negative"),
+            )
+        ),
         ("model.intermediate_size", "1", "0", "intermediate_size=0 must be positive"),
         ("model.kv_lora_rank", "1", "0", "kv_lora_rank=0 must be positive"),
         ("model.head_dim", "0", "1", "head_dim=1 has no effect with compress_ratios null"),

@@ -56,7 +56,7 @@ class Data:
         config, weights = self._config, sum(source.weight for source in self._config.sources)
         count = config.sequences_before(steps) - config.sequences_before(config.since_step)
         return [
-            f"{source.kind} {', '.join(source.path)}: {rows.num_tokens:,} tokens of {len(rows.documents.lengths):,} "
+            f"{' '.join([source.kind, *source.path])}: {rows.num_tokens:,} tokens of {len(rows.documents.lengths):,} "
             f"documents, read {count * source.weight / weights / len(rows):.3g} times by step {steps}"
             for source, rows in zip(config.sources, self._rows, strict=True)
         ]
