@@ -283,7 +283,7 @@ class Data:
     # Smaller batches at first, of fewer of the parts that optimizer.accumulate_steps makes, and shorter sequences: one
     # entry after the other, in the order of steps. Evaluation is of whole sequences
     ramp: tuple[Ramp, ...] = ()
-    since_step: int = 0  # from here on, this data from its beginning: checkpoint N of a run may have been of other data
+    since_step: int = 0  # after which this data begins: what the checkpoint of that step has seen may be other data
     eval_fraction: float = 0.0  # share of the documents held out
     workers: int = 4  # reading threads of a process
 
