@@ -288,8 +288,8 @@ def restore_or_init(saved, local, stepper, data, log, watch) -> Begin:
     done = int(state.step)
     if state.opt_state is None:
         return Begin(stepper.with_fresh_optimizer(state), f"weights of checkpoint {done}, optimizer fresh", last)
-    if any(line.startswith(("data.", "loss.", "model.", "precision.")) for line in changes):
-        rows = []  # of another loss
+    if any(line.startswith(("data.since_step:", "loss.", "model.", "precision.")) for line in changes):
+        rows = []  # of another loss, or of other data
     next_step = (row for row in rows if (row["step"], row.get("left_out", 0)) == (done + 1, left_out))
     place = "checkpoint" if done == last else "local checkpoint"
     return Begin(state, f"restored from {place} {done}", last, left_out, next(next_step, None))

@@ -492,20 +492,28 @@ def test_what_a_loop_calls_and_the_branch_it_takes_count_in_each_trip():
     assert found.instructions["sub_a"].times == found.instructions["two_a"].times == 5
 
 
-def test_a_lane_that_a_loop_leaves_busy_is_busy_after_all_its_trips():
-    body = f"""  %x = (s32[], (f32[8]{{0}}, f32[10]{{0}})) parameter(0)
+def handed_on(then, end="s"):
+    """The body of a loop that waits for a transfer, and hands on the one that it begins, or what `then` makes."""
+    return f"""  %x = (s32[], (f32[8]{{0}}, f32[10]{{0}})) parameter(0)
   %h = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%x), index=1
   %d = f32[10]{{0}} all-gather-done(%h)
   %s = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%d), {GATHER}
-  %a = f32[8]{{0}} add(%d, %d), {cycles(10)}
   %i = s32[] get-tuple-element(%x), index=0
-  ROOT %r = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%i, %s)"""
-    entry = f"""
+{then}
+  ROOT %r = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%i, %{end})"""
+
+
+HANDED_ON = f"""
   %p = f32[8]{{0}} parameter(0)
   %first = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%p), {GATHER}
   %t = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%p, %first)
   %w = (s32[], (f32[8]{{0}}, f32[10]{{0}})) while(%t), condition=%condition, body=%body
-  %last = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%w), index=1
+  %last = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%w), index=1"""
+
+
+def test_a_lane_that_a_loop_leaves_busy_is_busy_after_all_its_trips():
+    body = handed_on(f"  %a = f32[8]{{0}} add(%d, %d), {cycles(10)}")
+    entry = f"""{HANDED_ON}
   %u = f32[10]{{0}} all-reduce-start(%p), {GATHER}
   %d2 = f32[10]{{0}} all-gather-done(%last)
   ROOT %e = f32[10]{{0}} all-reduce-done(%u)"""
@@ -513,28 +521,14 @@ def test_a_lane_that_a_loop_leaves_busy_is_busy_after_all_its_trips():
 
 
 def test_a_loop_within_a_loop_hands_its_own_last_transfer_on():
-    def layers(given, end):
-        return f"""  %x = (s32[], (f32[8]{{0}}, f32[10]{{0}})) parameter(0)
-  %h = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%x), index=1
-  %d = f32[10]{{0}} all-gather-done(%h)
-  %s = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%d), {GATHER}
-  %i = s32[] get-tuple-element(%x), index=0
-{given}
-  ROOT %r = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%i, %{end})"""
-
-    inner = loop(layers(f"  %a = f32[8]{{0}} add(%d, %d), {cycles(50)}", "s"))
+    inner = loop(handed_on(f"  %a = f32[8]{{0}} add(%d, %d), {cycles(50)}"))
     inner = (text.replace("%body", "%inner").replace("%condition", "%until") for text in inner)
     outer = """  %t = (s32[], (f32[8]{0}, f32[10]{0})) tuple(%i, %s)
   %v = (s32[], (f32[8]{0}, f32[10]{0})) while(%t), condition=%until, body=%inner
   %k = (f32[8]{0}, f32[10]{0}) get-tuple-element(%v), index=1"""
-    entry = f"""
-  %p = f32[8]{{0}} parameter(0)
-  %first = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%p), {GATHER}
-  %t = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%p, %first)
-  %w = (s32[], (f32[8]{{0}}, f32[10]{{0}})) while(%t), condition=%condition, body=%body
-  %last = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%w), index=1
+    entry = f"""{HANDED_ON}
   ROOT %e = f32[10]{{0}} all-gather-done(%last)"""
-    found = walk(program(entry, *inner, *loop(layers(outer, "k"))))
+    found = walk(program(entry, *inner, *loop(handed_on(outer, "k"))))
     assert ns(found.step) == ns(found.communication) == 72 * (1 + 5 * (1 + 5))  # each is waited for
 
 
@@ -553,19 +547,8 @@ def test_a_loop_over_the_parts_of_a_ramp_s_batch_takes_those_of_a_whole_one():
 
 
 def test_a_transfer_may_end_in_the_next_iteration():
-    body = f"""  %x = (s32[], (f32[8]{{0}}, f32[10]{{0}})) parameter(0)
-  %h = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%x), index=1
-  %d = f32[10]{{0}} all-gather-done(%h)
-  %s = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%d), {GATHER}
-  %a = f32[8]{{0}} add(%d, %d), {cycles(50)}
-  %i = s32[] get-tuple-element(%x), index=0
-  ROOT %r = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%i, %s)"""
-    entry = f"""
-  %p = f32[8]{{0}} parameter(0)
-  %first = (f32[8]{{0}}, f32[10]{{0}}) all-gather-start(%p), {GATHER}
-  %t = (s32[], (f32[8]{{0}}, f32[10]{{0}})) tuple(%p, %first)
-  %w = (s32[], (f32[8]{{0}}, f32[10]{{0}})) while(%t), condition=%condition, body=%body
-  %last = (f32[8]{{0}}, f32[10]{{0}}) get-tuple-element(%w), index=1
+    body = handed_on(f"  %a = f32[8]{{0}} add(%d, %d), {cycles(50)}")
+    entry = f"""{HANDED_ON}
   ROOT %d2 = f32[10]{{0}} all-gather-done(%last)"""
     found = walk(program(entry, *loop(body)))
     # Six transfers of 72: the first is waited for in full, the others are hidden by 50 each.
