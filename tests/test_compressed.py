@@ -18,6 +18,8 @@ from maxds.model.deepseek import Context
 from maxds.quantize import FORWARD, Quantized, quantize, slots, with_slots
 from maxds.schedule import Given
 
+pytestmark = pytest.mark.oldest
+
 MODEL = dataclasses.replace(
     tiny.V3,
     num_hidden_layers=3,

@@ -22,6 +22,8 @@ from maxds import params, schedule
 from maxds.config import STAGE_NAMES, KeptName
 from maxds.model import moe, ops
 
+pytestmark = pytest.mark.newest
+
 MODEL = dataclasses.replace(tiny.V3, num_hidden_layers=3, first_k_dense_replace=0, num_nextn_predict_layers=0)
 SPARSE = dataclasses.replace(
     MODEL, index_topk=tiny.V32.index_topk, index_n_heads=tiny.V32.index_n_heads, index_head_dim=tiny.V32.index_head_dim

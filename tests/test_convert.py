@@ -383,6 +383,7 @@ def test_tables_that_name_no_expert_or_one_twice_are_refused(v4, tmp_path, place
 # ------------------------------------------------------------------------------------- there and back
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("model", TINY.values(), ids=TINY)
 def test_what_is_converted_there_and_back_is_the_same_to_the_bit(model, dtype, tmp_path, monkeypatch):

@@ -15,6 +15,8 @@ from maxds.architecture import RopeScaling
 from maxds.config import Sample
 from maxds.model import decode, kernels, layout
 
+pytestmark = pytest.mark.oldest
+
 SHORT = {"num_nextn_predict_layers": 0, "rope_scaling": None, "max_position_embeddings": 32}
 V3 = dataclasses.replace(tiny.V3, num_hidden_layers=3, **SHORT)
 V2_LITE = dataclasses.replace(tiny.V2_LITE, num_hidden_layers=2, tie_word_embeddings=False, **SHORT)

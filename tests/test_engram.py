@@ -135,6 +135,7 @@ def test_tables_are_trained_by_adam_at_five_times_the_learning_rate(kind):
     np.testing.assert_allclose(found["table"], 5 * found["embed"], rtol=1e-6)
 
 
+@pytest.mark.newest
 def test_tables_in_host_memory_are_trained_as_those_on_devices_and_stay_there():
     """One of the two; the other is frozen.
 

@@ -15,6 +15,8 @@ from maxds import loader, mesh, step
 from maxds.aot import executable
 from maxds.config import Config
 
+pytestmark = pytest.mark.newest
+
 TINY = pathlib.Path(__file__).with_name("tiny.yaml")
 WRITE = """
 import sys

@@ -133,6 +133,7 @@ def test_muon_moves_every_matrix_along_its_own_orthogonalized_momentum(name, muo
             np.testing.assert_allclose(found[index], expected, rtol=0, atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.oldest
 def test_muon_on_a_mesh_is_that_of_one_device(muon):
     on_mesh = updates(dataclasses.replace(PLAIN, kind="muon"), mesh=(1, 4, 2))[0]
     for one, other in zip(muon, on_mesh, strict=True):
@@ -291,6 +292,7 @@ def test_a_pattern_that_matches_nothing_is_an_error_that_names_it():
         tiny.stepper(config)
 
 
+@pytest.mark.oldest
 def test_in_the_dense_warm_up_only_the_indexers_change_and_not_even_router_biases():
     model = dataclasses.replace(tiny.V32, index_topk=tiny.LENGTH, num_hidden_layers=2, num_nextn_predict_layers=0)
     config = tiny.config(model, optimizer={"train": ("*indexer*",)})

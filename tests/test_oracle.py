@@ -11,6 +11,8 @@ import oracle
 import pytest
 import tiny
 
+pytestmark = pytest.mark.oldest
+
 MODELS = {"V3": tiny.V3, "V3.2": tiny.V32, "V2": tiny.V2, "V2-Lite": tiny.V2_LITE, "mHC": tiny.HYPER, "V4": tiny.V4}
 MODELS |= {"V4's MTP": tiny.V4_MTP, "Engram": tiny.ENGRAM, "Engram and mHC": tiny.ENGRAM_HYPER}
 every_model = pytest.mark.parametrize("model", MODELS.values(), ids=MODELS)

@@ -115,6 +115,7 @@ def test_the_time_of_a_killed_run_is_accounted_for_over_both_of_its_starts(kille
     assert ran.stdout.startswith(account.table()), ran.stderr
 
 
+@pytest.mark.newest
 def test_a_restart_compiles_nothing_that_the_first_start_kept(tmp_path):
     spoken = {"HOME": str(tmp_path), "JAX_LOG_COMPILES": "1", "JAX_EXPLAIN_CACHE_MISSES": "1"}
     found = []
@@ -166,6 +167,7 @@ def test_two_processes_train_as_one_stop_together_and_one_alone_goes_on(tmp_path
     assert losses(tmp_path) == pytest.approx(straight, rel=1e-5)
 
 
+@pytest.mark.newest
 def test_processes_that_have_parts_of_the_same_sequences_train_as_one(tmp_path, program_cache, straight):
     mesh = ["mesh.data=1", "mesh.fsdp=1", "mesh.expert=2", "mesh.context_parallel=true"]
     processes = start_several(2, tmp_path, program_cache, *LONG, "steps=6", *mesh, devices=1)
@@ -188,6 +190,7 @@ if os.environ["JAX_PROCESS_ID"] == "1":
 """
 
 
+@pytest.mark.newest
 def test_a_process_that_is_late_with_its_data_is_named_and_the_others_know_that_they_waited(tmp_path, program_cache):
     (tmp_path / "sitecustomize.py").write_text(SLOW_DATA)  # Python runs it first
     first, _ = start_several(2, tmp_path / "run", program_cache, *LONG, devices=4, PYTHONPATH=f"{tmp_path}:{ROOT}")

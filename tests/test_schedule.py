@@ -65,15 +65,15 @@ CASES = {
         optimizer={"accumulate_steps": 4},
     ),
 }
-# Not left to the newest Python; both schedules are among them, float8, overflow, accumulation and split sequences.
-LAST_OF_MODELS = {config.model: name for name, config in CASES.items()}.values()
-every_case = pytest.mark.parametrize(
-    "config",
-    [
-        pytest.param(config, id=name, marks=[] if name in LAST_OF_MODELS else pytest.mark.newest)
-        for name, config in CASES.items()
-    ],
-)
+ON_EVERY_PYTHON = "split, context parallel, float8, overflowing", "split, V4, in 2 parts"
+
+
+def of_cases(names):
+    marks = {name: [] if name in ON_EVERY_PYTHON else pytest.mark.oldest for name in names}
+    return pytest.mark.parametrize("config", [pytest.param(CASES[n], id=n, marks=marks[n]) for n in names])
+
+
+every_case = of_cases(CASES)
 
 
 def of_one_device(config):
@@ -122,7 +122,7 @@ def test_every_expert_has_the_load_of_one_device(config):
         np.testing.assert_array_equal(found.load[stack], load)
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_the_largest_score_of_every_head_is_that_of_one_device():
     reference, found, _ = compared(CASES["split, context parallel, QK-Clip"])
     for stack, scores in reference.seen.top_score.items():
@@ -135,19 +135,18 @@ def test_every_gradient_is_that_of_one_device(config):
     assert error < TOLERANCE, where
 
 
-@pytest.mark.parametrize("name", [name for name, config in CASES.items() if config.optimizer.accumulate_steps > 1])
-def test_accumulation_weighs_every_term_as_the_whole_batch_does(name):
+@of_cases([name for name, config in CASES.items() if config.optimizer.accumulate_steps > 1])
+def test_accumulation_weighs_every_term_as_the_whole_batch_does(config):
     """Where what tokens add to a gradient all but cancels, machines round it differently: then weights are drawn again.
 
     A term that is weighed otherwise never agrees.
     """
-    config = CASES[name]
     for term in terms(config):
         _, _, (error, where) = agreeing(config, term, draws=4)
         assert error < TOLERANCE, (term, where)
 
 
-@pytest.mark.newest
+@pytest.mark.oldest
 def test_an_evaluation_in_parts_has_the_terms_of_one_device():
     config = next(c for c in CASES.values() if c.optimizer.accumulate_steps == 4)
     reference, found = compared(config)[0], tiny.stepper(config).evaluate(*tiny.inputs(config))

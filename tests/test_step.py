@@ -150,6 +150,7 @@ def test_an_update_has_the_learning_rate_that_is_told_whatever_was_passed_over_b
     np.testing.assert_allclose(changes[1] / rates[1], changes[0] / rates[0], atol=1e-3)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(
     ("layers", "kind"), [(3, "adamw"), (1, "muon")], ids=["AdamW, a layer after the other", "Muon, and Adam of norms"]
 )
@@ -174,6 +175,7 @@ def test_optimizer_state_in_host_memory_trains_alike_and_goes_back_there(layers,
     assert_identical(arrays(after), before)
 
 
+@pytest.mark.newest
 @pytest.mark.parametrize(("schedule", "kind"), [("batch_split", "adamw"), ("plain", "muon")])
 def test_weights_in_host_memory_train_alike_by_a_copy_in_the_compute_dtype_and_go_back_there(schedule, kind):
     """Alike to the bit: gradients are not rounded as the copy is. QK-Clip changes weights where they lie."""
@@ -192,6 +194,7 @@ def test_weights_in_host_memory_train_alike_by_a_copy_in_the_compute_dtype_and_g
     assert_identical(*map(arrays, judged))
 
 
+@pytest.mark.oldest
 def test_gradients_have_a_dtype_of_their_own():
     def found(**precision):
         config = tiny.config(ONE_LAYER, mesh=(1, 2, 2), precision=precision, optimizer={"accumulate_steps": 2})
@@ -216,6 +219,7 @@ def test_a_probe_reports_the_gradient_of_its_term_and_changes_nothing(term):
     assert metrics["grad_norm"] > 1e-3
 
 
+@pytest.mark.oldest
 def test_a_smaller_batch_of_a_ramp_takes_fewer_parts_and_is_what_it_is_alone():
     rows = {name: a[:8] for name, a in tiny.batch().items()}
     whole = tiny.config(ONE_LAYER, mesh=(1, 2, 2), optimizer={"accumulate_steps": 4})
@@ -232,6 +236,7 @@ def test_a_smaller_batch_of_a_ramp_takes_fewer_parts_and_is_what_it_is_alone():
     jax.tree.map(np.testing.assert_array_equal, learned(dataclasses.replace(whole, data=data)), learned(alone))
 
 
+@pytest.mark.oldest
 def test_sequences_that_a_ramp_cuts_are_learned_as_rows_of_their_length():
     """But for the balance loss, which is of a row."""
     config, pieces = tiny.config(ONE_LAYER_AND_MTP), 3
@@ -271,6 +276,7 @@ def test_parts_count_up_to_the_last_that_has_a_token_on_any_device(filled, expec
 # --------------------------------------------------------------------------------- weights of the loss
 
 
+@pytest.mark.oldest
 @pytest.mark.parametrize("number", [2, 3])
 def test_after_the_steps_that_config_names_terms_and_rate_have_the_weights_that_it_names(number):
     change = LossChange(after_steps=3, mtp=0.1, balance=0.0, router_bias_rate=0.0)
@@ -334,6 +340,7 @@ def expected_top_scores(weights):
     return top
 
 
+@pytest.mark.oldest
 def test_the_largest_scores_are_those_of_the_definition_on_one_device_and_on_many():
     alone, spread = top_scores(ALONE), top_scores(SPREAD)
     np.testing.assert_allclose(alone["dense_layers"][0], expected_top_scores(tiny.weights(SHALLOW)), rtol=1e-6)
@@ -343,6 +350,7 @@ def test_the_largest_scores_are_those_of_the_definition_on_one_device_and_on_man
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5), spread, alone)
 
 
+@pytest.mark.oldest
 def test_after_a_step_no_score_of_a_clipped_head_exceeds_the_limit_and_other_heads_are_as_they_were():
     state, before = tiny.state(SPREAD), top_scores(SPREAD)
     old = jax.device_get(state.params)
@@ -358,6 +366,7 @@ def test_after_a_step_no_score_of_a_clipped_head_exceeds_the_limit_and_other_hea
         np.testing.assert_array_equal(w.v_up, of_old.v_up)
 
 
+@pytest.mark.oldest
 def test_frozen_weights_are_not_clipped():
     config = tiny.config(SHALLOW, optimizer=CLIPPED | {"train": ("*k_up",)})
     weights, top = tiny.weights(SHALLOW), {k: v + 1 for k, v in top_scores(ALONE).items()}

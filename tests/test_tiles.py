@@ -19,7 +19,7 @@ from maxds.model.tiles import LANES, Turn, causal, gates, groups, home, sums
 from maxds.model.tiles import window as window_tiles
 from maxds.quantize import BACKWARD, FORWARD, Scaled, quantize
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 # What nothing was written to is not a number, and a read outside of an array ends the program.
 SIMULATED = pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise", detect_races=True)

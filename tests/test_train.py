@@ -15,6 +15,8 @@ from maxds import checkpoint, integrity, loader, loop, mesh, params, saves, step
 from maxds.config import Config
 from maxds.data import DataError, open_data
 
+pytestmark = pytest.mark.newest
+
 TINY = pathlib.Path(__file__).with_name("tiny.yaml")
 CACHE = None
 

@@ -11,7 +11,7 @@ from maxds import doctor, trial
 from maxds.model import kernels
 from maxds.model.tiles import causal
 
-pytestmark = pytest.mark.newest
+pytestmark = pytest.mark.oldest
 
 V3 = dataclasses.replace(tiny.V3, hidden_size=16)
 V4 = dataclasses.replace(tiny.V4, hidden_size=16, index_head_dim=16)
