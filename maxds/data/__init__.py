@@ -125,7 +125,8 @@ def open_data(
 ) -> Data:
     """Opens and measures every source, and splits it into documents to train on and documents held out.
 
-    Whether a document is held out depends on its path within the source's folder, or its number, only.
+    Whether a document is held out depends on its tokens only: what is there twice is on one side, and files that come,
+    go or get other names leave the others where they are.
 
     Args:
         config: what to read.
@@ -179,7 +180,7 @@ def _rows(config: config_lib.Data, documents: Documents, order: str, *, held_out
     """Returns the rows of one side of the split, their documents in an order that depends on `order`."""
 
     def chosen(which: slice) -> np.ndarray:
-        return (documents.keys(which) < config.eval_fraction * 2.0**64) == held_out
+        return (documents.checksums[which] < config.eval_fraction * 2.0**32) == held_out
 
     return PackedRows(documents, chosen, config.sequence_length, stable_hash(order))
 

@@ -50,9 +50,9 @@ ALONE = Processes()
 class Documents:
     """Tokenized documents in random access, from any number of threads."""
 
-    keys: Callable[[slice], np.ndarray]  # of some documents, uint64: uniform hashes of what identifies each
-    lengths: np.ndarray  # int64 or uint32 [documents]: in tokens, the end-of-document token included
-    digest: str  # of the keys and all tokens
+    lengths: np.ndarray  # uint32 [documents]: in tokens, the end-of-document token included
+    checksums: np.ndarray  # uint32 [documents]: of the tokens; of synthetic ones a number drawn
+    digest: str  # of all tokens
     read: Callable[[int], np.ndarray]  # index -> int32 [tokens], the last one the end of the document
 
 
@@ -101,15 +101,9 @@ def stable_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def _digest(*parts: np.ndarray) -> str:
-    return hashlib.sha256(b"".join(hashlib.sha256(part.tobytes()).digest() for part in parts)).hexdigest()
-
-
-def _index_keys(count: int, which: slice) -> np.ndarray:
-    """Returns the keys of some of `count` documents; adding documents never changes those of the earlier ones."""
-    first, last, _ = which.indices(count)
-    block, before = divmod(first, 4)  # Philox counts blocks of four
-    return np.random.Philox(key=0, counter=block).random_raw(before + last - first)[before:]
+def _measures(documents: Sequence[np.ndarray]) -> np.ndarray:
+    """Returns uint32 [documents, 2]: the length of each document, and a checksum of its tokens, int32."""
+    return np.array([(len(document), zlib.crc32(document)) for document in documents], np.uint32).reshape(-1, 2)
 
 
 def _tokenize(tokenizer: Tokenizer, text: bytes, name: str) -> np.ndarray:
@@ -128,8 +122,8 @@ def _synthetic(count: int, vocab_size: int) -> Documents:
     The rule: 7 more, modulo the alphabet, which is bounded so that a short run can learn it.
     """
     alphabet = min(256, vocab_size - 1)
-    keys = functools.partial(_index_keys, count)
-    lengths = (keys(slice(None)) // 2**32 % 448 + 65).astype(np.int64)
+    drawn = (np.random.Philox(key=0).random_raw(count) // 2**32).astype(np.uint32)
+    lengths = drawn % 448 + 65
 
     def read(index: int) -> np.ndarray:
         bits = np.random.Philox(key=[index, 1]).random_raw(lengths[index]) // 2**16
@@ -140,7 +134,7 @@ def _synthetic(count: int, vocab_size: int) -> Documents:
         tokens[-1] = alphabet  # the end of the document
         return tokens
 
-    return Documents(keys, lengths, f"synthetic/{count}/{alphabet}", read)
+    return Documents(lengths, drawn, f"synthetic/{count}/{alphabet}", read)
 
 
 # ------------------------------------------------------------------------------ text
@@ -150,15 +144,17 @@ def _text(source: config.Source, tokenizer: Tokenizer, workers: int) -> Document
     files = _find_files(source.path, source.pattern)
     dtype = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
 
-    def load(file: Path) -> np.ndarray:
-        return _tokenize(tokenizer, _read_file(file), str(file)).astype(dtype)
+    def load(file: Path) -> tuple[np.ndarray, np.ndarray]:
+        tokens = _tokenize(tokenizer, _read_file(file), str(file))
+        return tokens.astype(dtype), _measures([tokens])
 
     with ThreadPoolExecutor(workers) as pool:
-        documents = list(pool.map(load, [file for _, file in files]))
-    keys = np.array([stable_hash(name) for name, _ in files], np.uint64)
-    lengths = np.array([len(tokens) for tokens in documents], np.int64)
-    digest = _digest(keys, lengths, *documents)
-    return Documents(keys.__getitem__, lengths, digest, lambda index: documents[index].astype(np.int32))
+        documents, measured = zip(*pool.map(load, [file for _, file in files]), strict=True)
+    lengths, checksums = np.concatenate(measured).T.copy()
+    digest = hashlib.sha256()
+    for part in (lengths, *documents):
+        digest.update(part)
+    return Documents(lengths, checksums, digest.hexdigest(), lambda index: documents[index].astype(np.int32))
 
 
 def _read_file(file: Path) -> bytes:
@@ -223,7 +219,7 @@ def _records(
         return _tokenize_records(tokenizer, texts, which, origin)
 
     cache = cache_dir and cache_dir / f"lengths-{_identity(source, files, tokenizer)}"
-    lengths, digest = _measured(functools.partial(_measure, tokens, workers), count, cache, processes)
+    lengths, checksums, digest = _measured(functools.partial(_measure, tokens, workers), count, cache, processes)
 
     def read(index: int) -> np.ndarray:
         (document,) = tokens([index])
@@ -234,7 +230,7 @@ def _records(
             )
         return document
 
-    return Documents(functools.partial(_index_keys, count), lengths, digest, read)
+    return Documents(lengths, checksums, digest, read)
 
 
 def _tokenize_records(tokenizer: Tokenizer, texts: Texts, which: Sequence[int], origin: str) -> list[np.ndarray]:
@@ -296,8 +292,8 @@ def _measured(
     count: int,
     cache: epath.Path | None,
     processes: Processes,
-) -> tuple[np.ndarray, str]:
-    """Returns the lengths of all documents, uint32, and a digest of what `measure` tells of them.
+) -> tuple[np.ndarray, np.ndarray, str]:
+    """Returns lengths and checksums of all documents, uint32, and a digest of both.
 
     Each process measures some parts of them, and reads the others.
     """
@@ -309,23 +305,19 @@ def _measured(
     for part in parts[processes.index :: processes.count] if cache else ():
         found(part)
     processes.meet()
-    lengths, digest = np.empty(count, np.uint32), hashlib.sha256()
+    lengths, checksums, digest = np.empty(count, np.uint32), np.empty(count, np.uint32), hashlib.sha256()
     with ThreadPoolExecutor(1 if cache is None else None) as pool:  # they wait for a bucket, not for each other
         for part, measured in zip(parts, pool.map(found, parts), strict=True):
-            lengths[part.start : part.stop] = measured[:, 0]
+            lengths[part.start : part.stop], checksums[part.start : part.stop] = measured.T
             digest.update(measured)
-    return lengths, digest.hexdigest()
+    return lengths, checksums, digest.hexdigest()
 
 
 def _measure(tokens: Callable[[Sequence[int]], list[np.ndarray]], workers: int, part: range) -> np.ndarray:
-    """Returns uint32 [documents, 2]: the length of each document, and a checksum of its tokens."""
-
-    def measure(first: int) -> np.ndarray:
-        documents = tokens(part[first : first + _READ])
-        return np.array([(len(document), zlib.crc32(document)) for document in documents], np.uint32)
-
+    """Returns the measures of a part's documents."""
     with ThreadPoolExecutor(workers) as pool:
-        return np.concatenate([*pool.map(measure, range(0, len(part), _READ))])
+        read = (part[first : first + _READ] for first in range(0, len(part), _READ))
+        return np.concatenate([*pool.map(lambda which: _measures(tokens(which)), read)])
 
 
 def _cached(path: epath.Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
