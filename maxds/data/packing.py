@@ -72,8 +72,8 @@ class PackedRows(grain.MapDataset):
     Row `len(self) * epoch + i` is row i of that epoch. It holds every token of the epoch's
     concatenation from `length * i` on: a pure function of the documents, the seed and the index.
 
-    Documents are shuffled in parts, and the parts as wholes: so what the host's memory holds of a
-    document is its length. What shares a row comes from one part or two; rows are for others to shuffle.
+    Documents are shuffled in parts, and the parts as wholes: so the host's memory holds no order of
+    all of them. What shares a row comes from one part or two; rows are for others to shuffle.
     """
 
     def __init__(self, documents: Documents, chosen: Callable[[slice], np.ndarray], length: int, seed: int):
