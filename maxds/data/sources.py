@@ -103,7 +103,7 @@ def stable_hash(text: str) -> int:
 
 def _measures(documents: Sequence[np.ndarray]) -> np.ndarray:
     """Returns uint32 [documents, 2]: the length of each document, and a checksum of its tokens, int32."""
-    return np.array([(len(document), zlib.crc32(document)) for document in documents], np.uint32).reshape(-1, 2)
+    return np.array([(len(document), zlib.crc32(document)) for document in documents], np.uint32)
 
 
 def _tokenize(tokenizer: Tokenizer, text: bytes, name: str) -> np.ndarray:
