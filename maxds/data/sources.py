@@ -316,8 +316,8 @@ def _measured(
 def _measure(tokens: Callable[[Sequence[int]], list[np.ndarray]], workers: int, part: range) -> np.ndarray:
     """Returns the measures of a part's documents."""
     with ThreadPoolExecutor(workers) as pool:
-        read = (part[first : first + _READ] for first in range(0, len(part), _READ))
-        return np.concatenate([*pool.map(lambda which: _measures(tokens(which)), read)])
+        together = (part[first : first + _READ] for first in range(0, len(part), _READ))
+        return np.concatenate([*pool.map(lambda which: _measures(tokens(which)), together)])
 
 
 def _cached(path: epath.Path | None, compute: Callable[[], np.ndarray]) -> np.ndarray:
