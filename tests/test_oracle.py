@@ -13,9 +13,7 @@ import tiny
 
 MODELS = {"V3": tiny.V3, "V3.2": tiny.V32, "V2": tiny.V2, "V2-Lite": tiny.V2_LITE, "mHC": tiny.HYPER, "V4": tiny.V4}
 MODELS |= {"V4's MTP": tiny.V4_MTP, "Engram": tiny.ENGRAM, "Engram and mHC": tiny.ENGRAM_HYPER}
-every_model = pytest.mark.parametrize(
-    "model", [pytest.param(m, id=name, marks=[] if name == "V3" else pytest.mark.oldest) for name, m in MODELS.items()]
-)
+every_model = tiny.parametrize("model", MODELS, on_every_python={"V3"})
 
 
 def evaluate(model, weights):

@@ -65,14 +65,11 @@ CASES = {
         optimizer={"accumulate_steps": 4},
     ),
 }
-ON_EVERY_PYTHON = "split, context parallel, float8, overflowing", "split, V4, in 2 parts"
-
-
-def of_cases(names):
-    marks = {name: [] if name in ON_EVERY_PYTHON else pytest.mark.oldest for name in names}
-    return pytest.mark.parametrize("config", [pytest.param(CASES[n], id=n, marks=marks[n]) for n in names])
-
-
+of_cases = functools.partial(
+    tiny.parametrize,
+    "config",
+    on_every_python={"split, context parallel, float8, overflowing", "split, V4, in 2 parts"},
+)
 every_case = of_cases(CASES)
 
 
@@ -135,7 +132,7 @@ def test_every_gradient_is_that_of_one_device(config):
     assert error < TOLERANCE, where
 
 
-@of_cases([name for name, config in CASES.items() if config.optimizer.accumulate_steps > 1])
+@of_cases({name: config for name, config in CASES.items() if config.optimizer.accumulate_steps > 1})
 def test_accumulation_weighs_every_term_as_the_whole_batch_does(config):
     """Where what tokens add to a gradient all but cancels, machines round it differently: then weights are drawn again.
 

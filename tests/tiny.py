@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import PartitionSpec as P
 
 from maxds import config as config_lib
@@ -230,6 +231,12 @@ def inputs(config: Config, draw: int = 0) -> tuple:
     shardings = jax.tree.map(lambda a: a.sharding, s.abstract_state.params)
     bias = jax.device_put(router_bias(config.model), mesh_lib.replicated(s.mesh))
     return jax.device_put(weights(config.model, draw), shardings), bias, s.batch(batch())
+
+
+def parametrize(argument: str, cases: dict, on_every_python: set[str]):
+    """A test is of each case; CI leaves those that are not named to the oldest Python."""
+    marks = {name: [] if name in on_every_python else pytest.mark.oldest for name in cases}
+    return pytest.mark.parametrize(argument, [pytest.param(c, id=name, marks=marks[name]) for name, c in cases.items()])
 
 
 def strictly():
